@@ -164,7 +164,7 @@ async fn run(engine: &Engine, prompts: &[Vec<u32>], new: u32) -> anyhow::Result<
 async fn submit(engine: &Engine, prompt: &[u32], new: u32, ignore_eos: bool) -> anyhow::Result<SequenceStream> {
     let (pool, spec) = (engine.pool(), engine.spec());
     let hashes = tandem_proto::hash::sequence_hashes(spec.model_digest, prompt, spec.block_tokens);
-    let prefix = tandem_engine::Prefix { hashes: &hashes, tokens: prompt.len() };
+    let prefix = tandem_engine::Prefix { cache_salt: 0, hashes: &hashes, tokens: prompt.len() };
     let lease = pool.reserve_prefix(pool.blocks_for(prompt.len() + 1), prefix).await?;
     Ok(engine.submit(SequenceRequest {
         id: "bench".into(),

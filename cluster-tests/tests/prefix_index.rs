@@ -65,7 +65,7 @@ fn config(router: &str, name: &str) -> NodeConfig {
 async fn read_prompt(node: &Node, tokens: Vec<u32>) {
     let (pool, spec) = (node.engine.pool(), node.engine.spec());
     let hashes = sequence_hashes(spec.model_digest, &tokens, spec.block_tokens);
-    let prefix = Prefix { hashes: &hashes, tokens: tokens.len() };
+    let prefix = Prefix { cache_salt: 0, hashes: &hashes, tokens: tokens.len() };
     let lease = pool.reserve_prefix(pool.blocks_for(tokens.len() + 1), prefix).await.unwrap();
     let request = SequenceRequest {
         id: "a prompt".to_owned(),
@@ -141,6 +141,7 @@ async fn a_node_that_loses_messages_is_asked_for_a_snapshot_once() {
         role: Role::Prefill.into(),
         incarnation: 1,
         compatibility_digest: 5,
+        protocol: tandem_proto::PROTOCOL_VERSION,
         model_digest: 9,
         model_name: "m".into(),
         endpoint: "http://127.0.0.1:9".into(),

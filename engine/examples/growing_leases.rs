@@ -115,7 +115,7 @@ async fn ask(engine: &Engine, reserve: Reserve, rng: &mut StdRng, seen: &Seen) -
         Reserve::Prompt => 2,
     };
     let kv_tokens = SequenceRequest::kv_tokens(prompt.len(), new_tokens, spec.max_context_tokens);
-    let prefix = Prefix { hashes: &hashes, tokens: prompt.len() };
+    let prefix = Prefix { cache_salt: 0, hashes: &hashes, tokens: prompt.len() };
     let lease = pool.reserve_prefix(pool.blocks_for(kv_tokens), prefix).await?;
     let mut stream = engine.submit(SequenceRequest {
         id: String::new(),

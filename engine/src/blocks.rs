@@ -58,6 +58,7 @@ struct Waiter {
 #[derive(Clone)]
 struct Want {
     blocks: usize,
+    cache_salt: u64,
     /// Of the blocks that may be shared.
     prefix: Vec<SequenceHash>,
 }
@@ -65,6 +66,9 @@ struct Want {
 /// The tokens that a lease is for, as the cache knows them.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Prefix<'a> {
+    /// What the hashes begin with, beside the model (see [`tandem_proto::hash::hash_root`]): blocks that the sequence
+    /// computes are cached under it, too. 0: none.
+    pub cache_salt: u64,
     /// Sequence hashes of the prompt's blocks; that of a last partial block is ignored.
     pub hashes: &'a [SequenceHash],
     /// Tokens of the prompt. The last one is always computed, since its logits give the next token: a prompt of
@@ -211,7 +215,7 @@ impl BlockPool {
 
     /// A lease of no blocks.
     pub(crate) fn nothing(&self) -> KvLease {
-        KvLease::new(&self.0, Taken { blocks: Vec::new(), shared: 0, prefix: None })
+        KvLease::new(&self.0, Taken { blocks: Vec::new(), cache_salt: 0, shared: 0, prefix: None })
     }
 
     /// From now on reservations leave `blocks` blocks free for leases that grow; as many as there are refuses them all.
@@ -233,7 +237,7 @@ impl BlockPool {
         }
         let shareable = if self.0.prefix_caching { prefix.tokens.saturating_sub(1) / self.0.block_tokens } else { 0 };
         let shareable = shareable.min(prefix.hashes.len()).min(n);
-        Ok(Want { blocks: n, prefix: prefix.hashes[..shareable].to_vec() })
+        Ok(Want { blocks: n, cache_salt: prefix.cache_salt, prefix: prefix.hashes[..shareable].to_vec() })
     }
 }
 
@@ -262,6 +266,7 @@ impl Drop for Place<'_> {
 /// Blocks just taken: `shared` of them at the head are cached ones.
 struct Taken {
     blocks: Vec<u32>,
+    cache_salt: u64,
     shared: usize,
     /// Names the shared ones.
     prefix: Option<SequenceHash>,
@@ -295,7 +300,7 @@ impl State {
             blocks.push(self.take_one()?);
         }
         let prefix = shared.checked_sub(1).map(|last| want.prefix[last]);
-        Some(Taken { blocks, shared, prefix })
+        Some(Taken { blocks, cache_salt: want.cache_salt, shared, prefix })
     }
 
     /// An empty block, or the least recently held cached one.
@@ -347,6 +352,7 @@ impl Inner {
 /// a transfer in flight: the blocks are free again when the last of them lets go.
 pub struct KvLease {
     blocks: Vec<u32>,
+    cache_salt: u64,
     shared: usize,
     prefix: Option<SequenceHash>,
     /// Blocks at the head that are not to be written: the shared ones, and those of this lease that are cached since.
@@ -355,8 +361,8 @@ pub struct KvLease {
 }
 
 impl KvLease {
-    fn new(pool: &Arc<Inner>, Taken { blocks, shared, prefix }: Taken) -> Self {
-        Self { blocks, shared, prefix, read_only: AtomicUsize::new(shared), pool: Arc::clone(pool) }
+    fn new(pool: &Arc<Inner>, Taken { blocks, cache_salt, shared, prefix }: Taken) -> Self {
+        Self { blocks, cache_salt, shared, prefix, read_only: AtomicUsize::new(shared), pool: Arc::clone(pool) }
     }
 
     /// Block ids; token `i` of the sequence lives in `blocks()[i / block_tokens]`.
@@ -372,6 +378,11 @@ impl KvLease {
     /// Tokens, counted from the first, whose KV was there when the lease was given.
     pub fn cached_tokens(&self) -> usize {
         self.shared * self.pool.block_tokens
+    }
+
+    /// Of the [`Prefix`] that the lease was taken for: what is cached of its sequence is cached under this salt.
+    pub(crate) fn cache_salt(&self) -> u64 {
+        self.cache_salt
     }
 
     /// Sequence hash of the last shared block: what the first [`KvLease::cached_tokens`] tokens must be.
@@ -417,7 +428,10 @@ impl KvLease {
         let blocks = lease.blocks.iter().copied().chain([block]).collect();
         // Before the old lease is let go of: should this have become its last holder, it takes the lock.
         drop(state);
-        let grown = Self::new(&pool, Taken { blocks, shared: lease.shared, prefix: lease.prefix });
+        let grown = Self::new(
+            &pool,
+            Taken { blocks, cache_salt: lease.cache_salt, shared: lease.shared, prefix: lease.prefix },
+        );
         grown.read_only.store(lease.read_only.load(Ordering::Acquire), Ordering::Release);
         *lease = Arc::new(grown);
         true

@@ -54,7 +54,7 @@
 //! let prompt = vec![11, 12, 13];
 //! let spec = engine.spec();
 //! let hashes = tandem_proto::hash::sequence_hashes(spec.model_digest, &prompt, spec.block_tokens);
-//! let prefix = Prefix { hashes: &hashes, tokens: prompt.len() };
+//! let prefix = Prefix { cache_salt: 0, hashes: &hashes, tokens: prompt.len() };
 //! let lease = engine.pool().reserve_prefix(engine.pool().blocks_for(prompt.len() + 32), prefix).await?;
 //! let mut stream = engine.submit(SequenceRequest {
 //!     id: "example".into(),

@@ -48,8 +48,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
 
-use tandem_proto::hash::sequence_hashes;
-
 use crate::blocks::{BlockPool, KvLease};
 use crate::error::EngineError;
 use crate::executor::{Batch, BatchItem, Chosen, Draft, EngineSpec, Seq, Tokens};
@@ -129,7 +127,7 @@ pub struct Scheduler {
     eos_token_id: u32,
     max_context_tokens: usize,
     block_tokens: usize,
-    /// Salt of the sequence hashes.
+    /// For the sequence hashes.
     model_digest: u64,
     pool: BlockPool,
     waiting: BTreeMap<Seq, Sequence>,
@@ -409,8 +407,7 @@ impl Scheduler {
     fn preempt(&mut self, seq: Seq) {
         debug_assert_eq!(self.under_way, 0, "a step under way keeps the blocks");
         let Some(mut sequence) = self.leave_queue(seq).or_else(|| self.running.remove(&seq)) else { return };
-        sequence.give_up_blocks(Arc::new(self.pool.nothing()), self.model_digest);
-        sequence.hashes = sequence_hashes(self.model_digest, &sequence.request.tokens, self.block_tokens);
+        sequence.give_up_blocks(Arc::new(self.pool.nothing()), self.block_tokens);
         self.preemptions += 1;
         self.preempted.insert(sequence.rank);
         self.waiting.insert(seq, sequence);

@@ -145,7 +145,7 @@ fn prompt(len: usize) -> Vec<u32> {
 fn lease(engine: &Engine, tokens: &[u32]) -> Arc<KvLease> {
     let (spec, pool) = (engine.spec(), engine.pool());
     let hashes = sequence_hashes(spec.model_digest, tokens, spec.block_tokens);
-    let prefix = Prefix { hashes: &hashes, tokens: tokens.len() };
+    let prefix = Prefix { cache_salt: 0, hashes: &hashes, tokens: tokens.len() };
     Arc::new(pool.try_reserve_prefix(pool.blocks_for(LONGER + 8), prefix).expect("room"))
 }
 

@@ -213,7 +213,10 @@ async fn request(engine: &Engine, tokens: &[u32], max_new_tokens: u32) -> (Seque
     let (spec, pool) = (engine.spec(), engine.pool());
     let hashes = sequence_hashes(spec.model_digest, tokens, spec.block_tokens);
     let blocks = pool.blocks_for(SequenceRequest::kv_tokens(tokens.len(), max_new_tokens, spec.max_context_tokens));
-    let lease = pool.reserve_prefix(blocks, Prefix { hashes: &hashes, tokens: tokens.len() }).await.expect("fits");
+    let lease = pool
+        .reserve_prefix(blocks, Prefix { cache_salt: 0, hashes: &hashes, tokens: tokens.len() })
+        .await
+        .expect("fits");
     let cached = lease.cached_tokens();
     let request = SequenceRequest {
         id: "test".into(),

@@ -113,7 +113,7 @@ struct Answer {
 async fn answer(engine: &Engine, job: &Job) -> (Answer, Drafts) {
     let (spec, pool) = (engine.spec(), engine.pool());
     let hashes = sequence_hashes(spec.model_digest, &job.prompt, spec.block_tokens);
-    let prefix = Prefix { hashes: &hashes, tokens: job.prompt.len() };
+    let prefix = Prefix { cache_salt: 0, hashes: &hashes, tokens: job.prompt.len() };
     let lease = pool.reserve_prefix(pool.blocks_for(job.prompt.len() + 1), prefix).await.expect("room");
     let request = SequenceRequest {
         id: "test".into(),

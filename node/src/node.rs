@@ -229,6 +229,7 @@ impl Node {
             role: self.role.into(),
             incarnation: self.incarnation().0,
             compatibility_digest: spec.compatibility_digest,
+            protocol: tandem_proto::PROTOCOL_VERSION,
             model_digest: spec.model_digest,
             model_name: spec.model_name.clone(),
             endpoint,

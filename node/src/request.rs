@@ -3,7 +3,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tandem_engine::{Engine, EngineSpec, KvLease, Prefix, SamplingParams, SequenceRequest, TokenLogprob};
-use tandem_proto::hash::sequence_hashes;
+use tandem_proto::hash::{hash_root, sequence_hashes};
 use tandem_proto::{Error, ErrorKind, MAX_PRIORITY, MAX_REQUEST_MS, SequenceHash, TraceContext, TraceState, v1};
 use tandem_telemetry::clock;
 
@@ -39,6 +39,7 @@ pub struct CheckedRequest {
     ignore_eos: bool,
     stop_token_ids: Vec<u32>,
     priority: i32,
+    cache_salt: u64,
     eos_token_id: u32,
     max_context_tokens: usize,
 }
@@ -90,6 +91,7 @@ impl CheckedRequest {
             ignore_eos: spec.ignore_eos,
             stop_token_ids: spec.stop_token_ids,
             priority: priority(spec.priority)?,
+            cache_salt: spec.cache_salt,
             eos_token_id: engine.eos_token_id,
             max_context_tokens: limit,
         })
@@ -113,7 +115,7 @@ impl CheckedRequest {
 
     /// Names of the prompt's blocks.
     pub fn hashes(&self, engine: &EngineSpec) -> Vec<SequenceHash> {
-        sequence_hashes(engine.model_digest, &self.prompt, engine.block_tokens)
+        sequence_hashes(hash_root(engine.model_digest, self.cache_salt), &self.prompt, engine.block_tokens)
     }
 
     /// Why the answer ends with its first token, if it does.
@@ -136,7 +138,7 @@ impl CheckedRequest {
     /// `InvalidArgument` when the arena never has so much.
     pub async fn reserve(&self, engine: &Engine, tokens: usize) -> Result<Arc<KvLease>, Error> {
         let (pool, hashes) = (engine.pool(), self.hashes(engine.spec()));
-        let prefix = Prefix { hashes: &hashes, tokens: self.prompt.len() };
+        let prefix = Prefix { cache_salt: self.cache_salt, hashes: &hashes, tokens: self.prompt.len() };
         Ok(Arc::new(pool.reserve_prefix(pool.blocks_for(tokens), prefix).await?))
     }
 
@@ -227,8 +229,9 @@ pub fn top_logprobs(top: Vec<TokenLogprob>) -> Vec<v1::TokenLogprob> {
 
 #[cfg(test)]
 mod tests {
-    use tandem_engine::Executor;
+    use futures::StreamExt;
     use tandem_engine::simulated::{SimulatedConfig, SimulatedExecutor};
+    use tandem_engine::{Executor, SchedulerConfig, Speculate};
 
     use super::*;
 
@@ -254,6 +257,27 @@ mod tests {
         let quick = CheckedRequest::check(v1::RequestSpec { tpot_objective_ms: 20, ..spec() }, &engine()).unwrap();
         assert_eq!([request.stall, quick.stall].map(|stall| stall.as_millis()), [100, 20]);
         assert_eq!(request.finished_by(2), Some(v1::FinishReason::Stop));
+    }
+
+    #[tokio::test]
+    async fn requests_of_two_salts_share_no_kv() {
+        let executor = SimulatedExecutor::new(&SimulatedConfig { blocks: 8, ..SimulatedConfig::default() }).unwrap();
+        let (prefix_caching, speculate) = (true, Speculate::Off);
+        let limits = SchedulerConfig { max_running: 4, max_step_tokens: 64, inbox: 4, prefix_caching, speculate };
+        let engine = Engine::start(Box::new(executor), limits);
+        let of = |cache_salt| {
+            CheckedRequest::check(v1::RequestSpec { cache_salt, max_tokens: 1, ..spec() }, engine.spec()).unwrap()
+        };
+        let mut cached = Vec::new();
+        for salt in [1, 2, 1, 0, 2] {
+            let lease = of(salt).reserve(&engine, 20).await.unwrap();
+            cached.push(lease.cached_tokens());
+            let mut stream = engine.submit(of(salt).from_prompt(lease, 1)).unwrap();
+            while stream.next().await.is_some() {}
+        }
+        assert_eq!(cached, [0, 0, 16, 0, 16]);
+        let names: std::collections::BTreeSet<_> = [0, 1, 2].map(|salt| of(salt).hashes(engine.spec())).into();
+        assert_eq!(names.len(), 3, "a hand-off names its blocks by them");
     }
 
     #[test]

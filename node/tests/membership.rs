@@ -294,7 +294,7 @@ async fn read_prompt(node: &Node, start: u32, blocks: usize) -> Vec<u64> {
     let (pool, spec) = (node.engine.pool(), node.engine.spec());
     let tokens: Vec<u32> = (0..=blocks as u32 * 16).map(|i| start + i % 3).collect();
     let hashes = sequence_hashes(spec.model_digest, &tokens, spec.block_tokens);
-    let prefix = Prefix { hashes: &hashes, tokens: tokens.len() };
+    let prefix = Prefix { cache_salt: 0, hashes: &hashes, tokens: tokens.len() };
     let lease = pool.reserve_prefix(pool.blocks_for(tokens.len() + 1), prefix).await.unwrap();
     let mut stream = node
         .engine

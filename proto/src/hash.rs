@@ -5,14 +5,27 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64, xxh3_64_with_seed};
 
 use crate::BLOCK_TOKENS;
 
-/// `seq[0] = H(salt ‖ tok[0])`, `seq[i] = H(seq[i-1] ‖ tok[i])`: names a block together with everything before it.
+/// `seq[0] = H(root ‖ tok[0])`, `seq[i] = H(seq[i-1] ‖ tok[i])`: names a block together with everything before it.
 pub type SequenceHash = u64;
 
-/// Hashes of all blocks of `tokens`, the last partial one included (its hash covers the tokens that it has).
-///
-/// `salt` is the model digest, so that two models never share a block.
-pub fn sequence_hashes(salt: u64, tokens: &[u32], block_tokens: usize) -> Vec<SequenceHash> {
-    let mut previous = salt;
+/// Where the hashes of a sequence begin: two models never share a block, nor do two cache salts (see
+/// `RequestSpec.cache_salt`). Salt 0 is none, and its root is the model digest.
+pub fn hash_root(model_digest: u64, cache_salt: u64) -> SequenceHash {
+    match cache_salt {
+        0 => model_digest,
+        salt => {
+            let mut words = [0; 16];
+            words[..8].copy_from_slice(&model_digest.to_le_bytes());
+            words[8..].copy_from_slice(&salt.to_le_bytes());
+            xxh3_64(&words)
+        }
+    }
+}
+
+/// Hashes of all blocks of `tokens`, the last partial one included (its hash covers the tokens that it has). `root` is
+/// [`hash_root`]'s, or the hash of the block before the first.
+pub fn sequence_hashes(root: SequenceHash, tokens: &[u32], block_tokens: usize) -> Vec<SequenceHash> {
+    let mut previous = root;
     tokens
         .chunks(block_tokens)
         .map(|block| {
@@ -175,7 +188,10 @@ mod tests {
     }
 
     #[test]
-    fn the_salt_separates_models() {
-        assert_ne!(sequence_hashes(1, &[5], 16), sequence_hashes(2, &[5], 16));
+    fn the_root_separates_models_and_salts() {
+        let roots = [(1, 0), (2, 0), (1, 1), (2, 1), (1, 2), (2, 2)].map(|(model, salt)| hash_root(model, salt));
+        assert_eq!(roots[..2], [1, 2], "no salt, no difference");
+        let firsts: std::collections::BTreeSet<_> = roots.iter().map(|&root| sequence_hashes(root, &[5], 16)).collect();
+        assert_eq!(firsts.len(), roots.len());
     }
 }

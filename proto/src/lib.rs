@@ -54,8 +54,9 @@ pub const DEFAULT_BLOCK_TOKENS: usize = BLOCK_TOKENS[0];
 /// up.
 pub const MAX_PRIORITY: i32 = 10;
 
-/// Changes when the meaning of a wire message or of the arena layout changes; part of the compatibility digest.
-pub const PROTOCOL_VERSION: u32 = 7;
+/// Changes when the meaning of a wire message, of a sequence hash or of the arena layout changes. Part of the
+/// compatibility digest; a router takes no node of another one.
+pub const PROTOCOL_VERSION: u32 = 8;
 
 /// A node ends a call that has not said by then what it is for.
 pub const START_TIMEOUT: Duration = Duration::from_secs(10);

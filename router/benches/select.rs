@@ -110,6 +110,7 @@ fn table(count: usize) -> Membership {
                 role: role.into(),
                 incarnation: view.session,
                 compatibility_digest: 1,
+                protocol: tandem_proto::PROTOCOL_VERSION,
                 model_digest: 1,
                 endpoint: "http://127.0.0.1:1".into(),
                 transports: vec![transport],

@@ -5,7 +5,7 @@
 //!   it moves.
 //! - [`lateness`]: what predictions miss. [`poll_budget`]: how often it asks for room. [`pools`]: classes by prompt
 //!   length. [`limiter`]: rates of one API key.
-//! - [`tenant`]: whose request it is; [`keys`]: which key makes it whose.
+//! - [`tenant`]: whose request it is; [`keys`]: which key makes it whose; [`cache_salt`]: whose cached KV it may reuse.
 //!
 //! A request starts when a slot is free *and* the nodes have room for it ([`Membership::has_room`]), so that what
 //! cannot run yet waits here, where it is in order and can be refused, and not on a node. The table of nodes tells when
@@ -13,6 +13,7 @@
 //!
 //! Nothing here outlives its request: dropping an [`Entry`] or a [`Slot`] gives the place back, whatever state it is
 //! in.
+pub mod cache_salt;
 pub mod drain_rate;
 pub mod fair;
 pub mod keys;

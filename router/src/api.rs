@@ -14,6 +14,7 @@ use tandem_telemetry::{Exporter, clock};
 use tokio::sync::mpsc;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
+use crate::admission::cache_salt::CacheSalts;
 use crate::admission::keys::Keys;
 use crate::admission::tenant::DEFAULT_TENANT;
 use crate::admission::{Admission, Counts, Tenant};
@@ -59,6 +60,8 @@ pub struct GenerationRequest {
     pub priority: i32,
     /// Whose request it is.
     pub tenant: Tenant,
+    /// KV is reused among requests of the tenant that say the same here; empty is usual.
+    pub cache_salt: Arc<str>,
     /// When the client stops waiting.
     pub deadline: Option<Instant>,
     /// The client's span.
@@ -225,6 +228,7 @@ impl Service {
         let (strays, collector) = (traces.clone(), exporter.clone());
         membership.when_strays(move |packed| collector.export(strays.stray(packed)));
         let flow = flow::Shared {
+            cache_salts: CacheSalts::new(membership.cache_secret()),
             membership,
             exporter,
             traces,

@@ -117,8 +117,8 @@ struct Flags {
     #[arg(long, value_name = "POOLS")]
     pools: Option<Pools>,
     /// JSON file of API keys: {"keys": [{"name": "a", "key": "…" or "sha256": "…", "weight": 1, "requests_per_minute":
-    /// 60, "tokens_per_minute": 10000, "min_priority": 0}]}; read again at SIGHUP. Health, metrics and traces need no
-    /// key; nodes, which have none, need a port of their own, --nodes
+    /// 60, "tokens_per_minute": 10000, "min_priority": 0, "share_prefix_cache": false}]}; read again at SIGHUP. Traces
+    /// show the key's own requests; health needs no key. Nodes, which have none, need a port of their own, --nodes
     #[arg(long, value_name = "FILE", requires = "nodes")]
     api_keys: Option<PathBuf>,
     /// Routers behind one load balancer: each of N routers allows an N-th part of a key's rates. Routers need not know

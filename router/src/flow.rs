@@ -38,6 +38,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::admission::cache_salt::CacheSalts;
 use crate::admission::pools::Pools;
 use crate::admission::{Admission, Entry, Slot};
 use crate::api::{GenerationEvent, GenerationRequest, Usage};
@@ -131,6 +132,8 @@ pub struct Shared {
     pub metrics: Metrics,
     /// The queue.
     pub admission: Admission,
+    /// What keeps tenants' cached prompts apart.
+    pub cache_salts: CacheSalts,
     /// How many requests may be retries.
     pub retry_budget: RetryBudget,
     /// Bounds.
@@ -142,6 +145,11 @@ pub struct Shared {
 }
 
 impl Shared {
+    /// Requests that may reuse each other's KV have the same.
+    fn cache_salt(&self, request: &GenerationRequest) -> u64 {
+        self.cache_salts.of(&request.tenant, &request.cache_salt)
+    }
+
     /// The span of a whole request, under the client's if there is one; that one's word on sampling counts.
     pub fn root(&self, parent: Option<&Parent>) -> TraceContext {
         let rng = &mut rand::rng();
@@ -186,11 +194,12 @@ pub fn start(
         cached_tokens: 0,
         ended: request.received,
     };
+    let cache_salt = shared.cache_salt(&request);
     let run = Box::new(Run {
         deadline,
         replan: Replan::new(shared.limits.max_attempts, shared.limits.replan, jitter(&request)),
         retrying: None,
-        progress: Progress::new(request, &shared.model, tpot_objective(shared)),
+        progress: Progress::new(request, cache_salt, &shared.model, tpot_objective(shared)),
         shared: Arc::clone(shared),
         notes: Notes::of(root),
         record,
@@ -337,7 +346,7 @@ impl Run {
     /// What is left to do, as nodes are chosen for it.
     fn tokens(&self) -> Tokens {
         let membership = &self.shared.membership;
-        self.progress.tokens(membership.model_digest(), membership.block_tokens())
+        self.progress.tokens(membership.hash_root(self.progress.cache_salt()), membership.block_tokens())
     }
 
     /// Moves events until the answer is complete or the attempt fails.

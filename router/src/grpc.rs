@@ -211,6 +211,7 @@ impl Edge {
             // Clients count like vLLM, lower ones first; the queue the other way round.
             priority: message.priority.saturating_neg(),
             tenant: caller.tenant.clone(),
+            cache_salt: message.cache_salt.into(),
             deadline: caller.deadline,
             parent: caller.parent.clone(),
             root: Some(caller.root),

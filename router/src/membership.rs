@@ -31,6 +31,7 @@ use tandem_telemetry::clock;
 use http::uri::Authority;
 use serde_json::json;
 use tandem_ports::{JoinGuard, JoinToken, NodeTls};
+use tandem_proto::hash::hash_root;
 use tandem_proto::{Error, Incarnation, Life, SequenceHash, v1};
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
@@ -131,6 +132,7 @@ pub struct Membership {
     endpoints: NodeEndpoints,
     /// Who may join.
     strangers: JoinGuard,
+    cache_secret: Option<[u8; 32]>,
     refusals: Refusals,
     choice: select::Settings,
     strays: Strays,
@@ -378,13 +380,28 @@ impl Membership {
         let (reaching, choice) = (Reaching::default(), select::Settings::default());
         let (changed, freed, strangers) = (Arc::default(), Freed::default(), JoinGuard::default());
         let (strays, endpoints, refusals) = (Strays::default(), NodeEndpoints::default(), Refusals::default());
-        Self { table, changed, freed, expected, lease, reaching, endpoints, strangers, refusals, choice, strays }
+        let cache_secret = None;
+        Self {
+            table,
+            changed,
+            freed,
+            expected,
+            lease,
+            reaching,
+            endpoints,
+            strangers,
+            cache_secret,
+            refusals,
+            choice,
+            strays,
+        }
     }
 
     /// The same, for nodes that have this token: they show it to join, and are shown it by each call.
     pub fn with_join_token(self, token: Option<&JoinToken>) -> Self {
         let reaching = Reaching::Network { token: token.map(JoinToken::header), tls: None };
-        Self { reaching, strangers: JoinGuard::new(token), ..self }
+        let cache_secret = token.map(|token| token.derive("tandem cache salts"));
+        Self { reaching, strangers: JoinGuard::new(token), cache_secret, ..self }
     }
 
     /// The same, for nodes that have certificates, if this router has one.
@@ -625,9 +642,14 @@ impl Membership {
         lock(&self.table).block_tokens()
     }
 
-    /// Salt of the sequence hashes.
-    pub fn model_digest(&self) -> u64 {
-        self.expected.model_digest
+    /// Where the sequence hashes of requests with this salt begin.
+    pub fn hash_root(&self, cache_salt: u64) -> SequenceHash {
+        hash_root(self.expected.model_digest, cache_salt)
+    }
+
+    /// What the routers of this cluster know and its clients do not, for cache salts; none without a join token.
+    pub fn cache_secret(&self) -> Option<[u8; 32]> {
+        self.cache_secret
     }
 
     /// Whether nodes are there that take new work: a compatible pair or, with local prefill, a decode node.

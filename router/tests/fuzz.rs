@@ -433,6 +433,7 @@ fn registers() -> impl Strategy<Value = v1::Register> {
                 role,
                 incarnation,
                 compatibility_digest: digest,
+                protocol: tandem_proto::PROTOCOL_VERSION,
                 model_digest: if ours { OURS } else { digest },
                 endpoint,
                 transports,

@@ -401,6 +401,7 @@ fn node(model: &ModelText) -> v1::Register {
         role: v1::Role::Prefill.into(),
         incarnation: 1,
         compatibility_digest: 5,
+        protocol: tandem_proto::PROTOCOL_VERSION,
         model_digest: model.digest,
         endpoint: "http://127.0.0.1:1".into(),
         transports: vec![transport],

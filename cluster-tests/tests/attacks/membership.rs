@@ -86,6 +86,7 @@ async fn honest(target: &Target) -> anyhow::Result<v1::Register> {
         role: v1::Role::Decode.into(),
         incarnation: 77,
         compatibility_digest: 1,
+        protocol: tandem_proto::PROTOCOL_VERSION,
         model_digest: digest,
         model_name: "stranger".into(),
         endpoint: "http://127.0.0.1:9".into(),
@@ -121,6 +122,7 @@ async fn model_digest(target: &Target) -> anyhow::Result<u64> {
         role: v1::Role::Decode.into(),
         incarnation: 77,
         compatibility_digest: 1,
+        protocol: tandem_proto::PROTOCOL_VERSION,
         endpoint: "http://127.0.0.1:9".into(),
         transports: vec![v1::TransportInfo {
             backend: "tcp".into(),

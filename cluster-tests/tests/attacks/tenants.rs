@@ -189,10 +189,10 @@ async fn cache(target: &Target) -> anyhow::Result<String> {
         Ok(body["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or_default())
     };
     ensure!(cached(VICTIM).await? == 0, "a new prompt");
-    match cached(crate::target::POLITE).await? {
-        0 => Ok("the caches of two tenants are apart".to_owned()),
-        tokens => Ok(format!("NOT DEFENDED: {tokens} of 320 tokens found in the cache of another tenant")),
-    }
+    let found = cached(crate::target::POLITE).await?;
+    ensure!(found == 0, "{found} of 320 tokens found in the cache of another tenant");
+    ensure!(cached(VICTIM).await? > 0, "nothing is cached at all");
+    Ok("nothing found: each tenant has a cache of its own".to_owned())
 }
 
 async fn labels(target: &Target) -> anyhow::Result<String> {

@@ -129,6 +129,7 @@ impl Node {
             role: self.role.into(),
             incarnation: self.generation,
             compatibility_digest: 5,
+            protocol: tandem_proto::PROTOCOL_VERSION,
             model_digest: 9,
             endpoint: "http://127.0.0.1:1".into(),
             transports: vec![v1::TransportInfo {

@@ -82,6 +82,7 @@ async fn read(
         stop: Vec::new(),
         priority: 0,
         tenant: Tenant::default(),
+        cache_salt: "".into(),
         deadline: Some(clock::now() + request.deadline),
         parent: None,
         root: None,

@@ -14,7 +14,7 @@ const TIE: f32 = 0.15;
 async fn answer(engine: &Engine, tokens: Vec<u32>, max_new_tokens: u32) -> Vec<u32> {
     let (pool, spec) = (engine.pool(), engine.spec());
     let hashes = tandem_proto::hash::sequence_hashes(spec.model_digest, &tokens, spec.block_tokens);
-    let prefix = Prefix { hashes: &hashes, tokens: tokens.len() };
+    let prefix = Prefix { cache_salt: 0, hashes: &hashes, tokens: tokens.len() };
     let blocks = pool.blocks_for(tokens.len() + max_new_tokens as usize);
     let lease = pool.reserve_prefix(blocks, prefix).await.expect("room");
     let request = request(Arc::new(lease), tokens, max_new_tokens);

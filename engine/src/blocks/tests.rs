@@ -64,7 +64,7 @@ fn action() -> impl Strategy<Value = Action> {
 
 fn waiting(pool: &BlockPool, n: usize, hashes: Vec<SequenceHash>) -> Reserving {
     let pool = pool.clone();
-    Box::pin(async move { pool.reserve_prefix(n, Prefix { hashes: &hashes, tokens: n * 16 }).await })
+    Box::pin(async move { pool.reserve_prefix(n, Prefix { cache_salt: 0, hashes: &hashes, tokens: n * 16 }).await })
 }
 
 fn poll_all(waiters: &mut Vec<(Request, Reserving)>, leases: &mut Vec<(Request, Arc<KvLease>)>) {
@@ -105,14 +105,14 @@ proptest! {
             match action {
                 Action::Try(request) => {
                     let prefix = request.hashes();
-                    let prefix = Prefix { hashes: &prefix, tokens: request.blocks * 16 };
+                    let prefix = Prefix { cache_salt: 0, hashes: &prefix, tokens: request.blocks * 16 };
                     let lease = pool.try_reserve_prefix(request.blocks, prefix);
                     leases.extend(lease.map(|lease| (request, Arc::new(lease))));
                     prop_assert!(pool.free() == free || pool.free() >= kept, "a reservation took what is kept");
                 }
                 Action::Again(request, spare) => {
                     let prefix = request.hashes();
-                    let prefix = Prefix { hashes: &prefix, tokens: request.blocks * 16 };
+                    let prefix = Prefix { cache_salt: 0, hashes: &prefix, tokens: request.blocks * 16 };
                     let has = pool.has_again(request.blocks, prefix, spare);
                     let lease = pool.take_again(request.blocks, prefix, spare);
                     prop_assert_eq!(has, lease.is_some());
@@ -236,7 +236,7 @@ fn blocks_are_shared_up_to_the_last_token() {
     assert_eq!(grew(), [true, true]);
     assert_eq!((first.cached_tokens(), first.read_only_tokens()), (0, 64));
     let shared = |tokens| {
-        let lease = pool.try_reserve_prefix(4, Prefix { hashes: &hashes, tokens }).unwrap();
+        let lease = pool.try_reserve_prefix(4, Prefix { cache_salt: 0, hashes: &hashes, tokens }).unwrap();
         (
             lease.cached_tokens(),
             lease.blocks()[..lease.cached_tokens() / 16] == first.blocks()[..lease.cached_tokens() / 16],
@@ -247,8 +247,9 @@ fn blocks_are_shared_up_to_the_last_token() {
         [(48, true), (64, true), (48, true), (0, true), (0, true)]
     );
     // While the first lease lives, its blocks take no room: three such requests fit the four blocks left.
-    let others: Vec<_> =
-        (0..3).map(|_| pool.try_reserve_prefix(4, Prefix { hashes: &hashes, tokens: 64 }).unwrap()).collect();
+    let others: Vec<_> = (0..3)
+        .map(|_| pool.try_reserve_prefix(4, Prefix { cache_salt: 0, hashes: &hashes, tokens: 64 }).unwrap())
+        .collect();
     assert_eq!((pool.free(), others.len()), (1, 3));
     drop((first, others));
     assert_eq!((pool.free(), pool.cached()), (8, 4));
@@ -263,7 +264,7 @@ fn nothing_is_cached_when_it_is_off() {
     let pool = BlockPool::with_prefix_caching(8, 16, false);
     let hashes = sequence_hashes(0, &[5; 64], 16);
     pool.try_reserve(4).unwrap().publish(0, &hashes);
-    let again = pool.try_reserve_prefix(4, Prefix { hashes: &hashes, tokens: 64 }).unwrap();
+    let again = pool.try_reserve_prefix(4, Prefix { cache_salt: 0, hashes: &hashes, tokens: 64 }).unwrap();
     assert_eq!((again.cached_tokens(), pool.cached()), (0, 0));
 }
 

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use proptest::prelude::*;
+use tandem_proto::hash::{hash_root, sequence_hashes};
 
 use super::*;
 use crate::blocks::{BlockPool, Prefix};
@@ -197,7 +198,7 @@ fn blocks_are_cached_as_they_fill() {
     scheduler.enqueue(0, request(&pool, 70, 40));
     let hashes = sequence_hashes(SimulatedConfig::default().identity, &[1; 70], 16);
     let cached = |tokens| {
-        let lease = pool.try_reserve_prefix(5, Prefix { hashes: &hashes, tokens }).unwrap();
+        let lease = pool.try_reserve_prefix(5, Prefix { cache_salt: 0, hashes: &hashes, tokens }).unwrap();
         lease.cached_tokens()
     };
     let seen: Vec<_> = (0..3)
@@ -212,7 +213,7 @@ fn blocks_are_cached_as_they_fill() {
     for _ in 0..30 {
         step(&mut scheduler, now);
     }
-    let lease = pool.try_reserve_prefix(7, Prefix { hashes: &hashes, tokens: 101 }).unwrap();
+    let lease = pool.try_reserve_prefix(7, Prefix { cache_salt: 0, hashes: &hashes, tokens: 101 }).unwrap();
     assert_eq!(lease.cached_tokens(), 96, "the answer's blocks follow as they fill");
 }
 
@@ -335,7 +336,7 @@ proptest! {
             arrivals.retain(|&(len, new, at, priority, alike)| {
                 let tokens = vec![if alike { 1 } else { 2 }; len];
                 let hashes = sequence_hashes(scheduler.model_digest, &tokens, 16);
-                let prefix = Prefix { hashes: &hashes, tokens: len };
+                let prefix = Prefix { cache_salt: 0, hashes: &hashes, tokens: len };
                 let lease = (at <= round).then(|| pool.try_reserve_prefix(pool.blocks_for(len), prefix));
                 let Some(Ok(lease)) = lease else { return true };
                 let seq = ranks.len() as u64;
@@ -396,10 +397,15 @@ proptest! {
 
 #[test]
 fn the_last_in_the_order_gives_way_and_comes_back_with_what_is_cached() {
+    [0, 7].map(one_gives_way);
+}
+
+fn one_gives_way(cache_salt: u64) {
     let (pool, now) = (BlockPool::new(6, 16), Instant::now());
     let mut scheduler = scheduler(4, 64, &pool);
     let with = |tokens: u32, priority| {
-        let lease = Arc::new(pool.try_reserve(2).unwrap());
+        let prefix = Prefix { cache_salt, ..Prefix::default() };
+        let lease = Arc::new(pool.try_reserve_prefix(2, prefix).unwrap());
         SequenceRequest { tokens: vec![tokens; 32], prompt_len: 32, lease, priority, ..request(&pool, 1, 30) }
     };
     // The second is the youngest, but of the higher priority.
@@ -431,4 +437,11 @@ fn the_last_in_the_order_gives_way_and_comes_back_with_what_is_cached() {
     let expected = [(1, grow.clone()), (0, grow.clone()), (0, preempt), (1, grow), (1, None), (0, resume), (0, None)];
     assert_eq!(ends.collect::<Vec<_>>(), expected);
     assert_eq!((scheduler.preemptions(), cached, pool.free()), (1, 32, 6), "the third block went to the other");
+    // What it computed before and after is there for those with its salt.
+    let answered: Vec<u32> = [vec![4; 32], vec![3; 30]].concat();
+    for (salt, there) in [(cache_salt, 48), (cache_salt + 1, 0)] {
+        let hashes = sequence_hashes(hash_root(SimulatedConfig::default().identity, salt), &answered, 16);
+        let prefix = Prefix { cache_salt: salt, hashes: &hashes, tokens: answered.len() };
+        assert_eq!(pool.try_reserve_prefix(4, prefix).unwrap().cached_tokens(), there, "salt {salt}");
+    }
 }

@@ -162,7 +162,9 @@ impl Machine {
         let hashes = sequence_hashes(self.executor.spec().model_digest, &known, pool.block_tokens());
         let more = usize::from(job.max_new_tokens > answer.len() + 1);
         let blocks = pool.blocks_for(known.len() + more).min(pool.total());
-        Box::pin(async move { pool.reserve_prefix(blocks, Prefix { hashes: &hashes, tokens: known.len() }).await })
+        Box::pin(async move {
+            pool.reserve_prefix(blocks, Prefix { cache_salt: 0, hashes: &hashes, tokens: known.len() }).await
+        })
     }
 
     fn step(&mut self, fails: bool, mut watch: impl FnMut(StepShape)) {

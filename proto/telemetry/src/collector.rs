@@ -171,12 +171,17 @@ mod tests {
         let two = parse("--otlp-endpoint http://c:1 --otlp-metrics-endpoint http://m:2").unwrap();
         assert_eq!((two.endpoint(), two.metrics_endpoint()), (Some("http://c:1"), Some("http://m:2")));
         assert!(two.check().is_ok() && none.check().is_ok());
-        for wrong in ["http://m:x", "http://m:", "http://m:99999", "m:4317", "https://m:4317", "http://a:b@m:1", "http://", "x"] {
+        for wrong in
+            ["http://m:x", "http://m:", "http://m:99999", "m:4317", "https://m:4317", "http://a:b@m:1", "http://", "x"]
+        {
             let error = parse(&format!("--otlp-metrics-endpoint={wrong}")).unwrap().check().unwrap_err().to_string();
             assert!(error.contains("http://host:port"), "{wrong}: {error}");
         }
         for right in ["http://m", "http://m:4317/", "http://[::1]:4317", "http://10.1.2.3:4317"] {
-            parse(&format!("--otlp-endpoint={right}")).unwrap().check().unwrap_or_else(|error| panic!("{right}: {error}"));
+            parse(&format!("--otlp-endpoint={right}"))
+                .unwrap()
+                .check()
+                .unwrap_or_else(|error| panic!("{right}: {error}"));
         }
         let metrics = parse("--otlp-metrics-endpoint http://m:2").unwrap();
         assert_eq!((metrics.endpoint(), metrics.metrics_endpoint()), (None, Some("http://m:2")));

@@ -66,6 +66,8 @@ struct Entry {
     tokens_per_minute: Option<u32>,
     #[serde(default = "most_urgent")]
     min_priority: i32,
+    #[serde(default)]
+    share_prefix_cache: bool,
 }
 
 impl Entry {
@@ -213,7 +215,12 @@ fn key(entry: Entry, now: Instant) -> Result<Key, String> {
         return Err("a rate must be at least 1 a minute; leave it out for no limit".to_owned());
     }
     let rates = Rates { requests_per_minute: entry.requests_per_minute, tokens_per_minute: entry.tokens_per_minute };
-    let terms = Terms { weight: entry.weight, max_priority: -entry.min_priority, rates };
+    let terms = Terms {
+        weight: entry.weight,
+        max_priority: -entry.min_priority,
+        rates,
+        shares_cache: entry.share_prefix_cache,
+    };
     Ok(Key { digest, tenant: Tenant::new(&entry.name, terms, Some(now)) })
 }
 
@@ -245,6 +252,7 @@ mod tests {
         let keys = Keys::load(&write(&dir, FILE), Instant::now()).unwrap();
         let alice = keys.tenant(Some("Bearer sk-alice-123"), Some("bob")).unwrap();
         assert_eq!((&**alice.name(), alice.terms().weight, alice.terms().max_priority), ("alice", 4, 0));
+        assert!(!alice.terms().shares_cache, "a tenant's cache is its own where nobody says otherwise");
         // Bob's key is the word "secret".
         assert_eq!(&**keys.tenant(Some("bearer secret"), None).unwrap().name(), "bob");
         for wrong in
@@ -273,7 +281,8 @@ mod tests {
         let keys = Keys::default();
         assert!(!keys.required());
         assert_eq!(&**keys.tenant(Some("Bearer anything"), None).unwrap().name(), "default");
-        assert_eq!(&**keys.tenant(None, Some("team")).unwrap().name(), "team");
+        let team = keys.tenant(None, Some("team")).unwrap();
+        assert_eq!((&**team.name(), team.terms().shares_cache), ("team", true), "a name proves nothing");
         assert_eq!(keys.tenant(None, Some("a b")).unwrap_err().kind, ErrorKind::InvalidArgument);
     }
 
@@ -312,6 +321,7 @@ mod tests {
             (r#"{"keys": [{"name": "a", "key": "sk-12345678", "max_priority": 0}]}"#, "expected one of `name`"),
             (r#"{"keys": [{"name": "a", "key": "sk-12345678", "tokens_per_minute": 0}]}"#, "rate"),
             (r#"{"keys": [{"name": "a", "key": "sk-12345678", "wieght": 1}]}"#, "wieght"),
+            (r#"{"keys": [{"name": "a", "key": "sk-12345678", "share_prefix_cache": 1}]}"#, "boolean"),
             (r#"{"keys": [{"name": "a", "key": "sk-12345678"}, {"name": "a", "key": "sk-12345679"}]}"#, "two keys"),
             (r#"{"keys": [{"name": "a", "key": "sk-12345678"}, {"name": "b", "key": "sk-12345678"}]}"#, "another"),
         ] {

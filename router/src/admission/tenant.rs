@@ -23,11 +23,13 @@ pub struct Terms {
     pub max_priority: i32,
     /// What it may ask for in a minute.
     pub rates: Rates,
+    /// Whether it reuses cached KV of the other tenants that do, and they its.
+    pub shares_cache: bool,
 }
 
 impl Default for Terms {
     fn default() -> Self {
-        Self { weight: 1, max_priority: MAX_PRIORITY, rates: Rates::default() }
+        Self { weight: 1, max_priority: MAX_PRIORITY, rates: Rates::default(), shares_cache: true }
     }
 }
 

@@ -1,6 +1,7 @@
 //! What a request must be before it takes a place in the queue. Pure.
 use tandem_proto::{Error, ErrorCode, MAX_PRIORITY};
 
+use crate::admission::cache_salt;
 use crate::api::{self, GenerationRequest};
 use crate::text::ModelText;
 
@@ -53,6 +54,7 @@ pub fn check(request: &GenerationRequest, model: &ModelText) -> Result<(), Error
             format!("priority must be {least} to {MAX_PRIORITY} for tenant {tenant:?}, lower ones first, not {asked}");
         return Err(Error::invalid("priority", message));
     }
+    cache_salt::check(&request.cache_salt)?;
     request.sampling.check(model.vocab_size())?;
     request.sampling.check_min_tokens(request.max_tokens)?;
     let too_long = |text: &String| text.is_empty() || text.len() > api::MAX_STOP_BYTES;

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use std::time::{Duration, Instant};
 
 use tandem_proto::hash::sequence_hashes;
-use tandem_proto::{TraceContext, v1};
+use tandem_proto::{SequenceHash, TraceContext, v1};
 use tandem_telemetry::clock;
 
 use super::find_nodes::Tokens;
@@ -21,6 +21,8 @@ pub struct Progress {
     pub sent: Vec<u32>,
     /// As nodes are told, see [`Self::hide_priority`].
     priority: i32,
+    /// Whose KV it may reuse.
+    cache_salt: u64,
     /// Tokens that end the answer, as a node is told; the model's first one apart.
     stop_token_ids: Vec<u32>,
     eos: u32,
@@ -30,9 +32,10 @@ pub struct Progress {
 
 impl Progress {
     /// Nothing is sent.
-    pub fn new(request: GenerationRequest, model: &ModelText, objective: Duration) -> Self {
+    pub fn new(request: GenerationRequest, cache_salt: u64, model: &ModelText, objective: Duration) -> Self {
         let stop_token_ids = model.stop_token_ids(&request.stop_token_ids, request.ignore_eos);
-        Self { priority: request.priority, request, sent: Vec::new(), stop_token_ids, eos: model.eos, objective }
+        let (priority, eos) = (request.priority, model.eos);
+        Self { request, sent: Vec::new(), priority, cache_salt, stop_token_ids, eos, objective }
     }
 
     /// Nodes are told no priority: they know of no tenants, and one's urgent requests would go before the others'
@@ -41,15 +44,20 @@ impl Progress {
         self.priority = 0;
     }
 
+    /// See [`v1::RequestSpec::cache_salt`].
+    pub fn cache_salt(&self) -> u64 {
+        self.cache_salt
+    }
+
     /// Of what is left of the answer, for the room that it needs; and what of its beginning a cache may hold, in blocks
-    /// of `block_tokens`, hashed with `salt`.
-    pub fn tokens(&self, salt: u64, block_tokens: u32) -> Tokens {
+    /// of `block_tokens`, hashed from `root` on.
+    pub fn tokens(&self, root: SequenceHash, block_tokens: u32) -> Tokens {
         let prompt = match self.sent.as_slice() {
             [] => Cow::Borrowed(&*self.request.prompt_ids),
             sent => Cow::Owned([&*self.request.prompt_ids, sent].concat()),
         };
         let left = self.request.max_tokens.saturating_sub(count(self.sent.len()));
-        prompt_tokens(&prompt, left, salt, block_tokens)
+        prompt_tokens(&prompt, left, root, block_tokens)
     }
 
     /// What a leg is to do, with the first `basis` tokens of the answer in its prompt.
@@ -70,6 +78,7 @@ impl Progress {
             output_tokens,
             priority: self.priority,
             tpot_objective_ms: u32::try_from(self.objective.as_millis()).unwrap_or(u32::MAX),
+            cache_salt: self.cache_salt,
         }
     }
 
@@ -90,11 +99,11 @@ fn time_left_ns(deadline: Instant) -> u64 {
 }
 
 /// Of a prompt with so many tokens after it, see [`Progress::tokens`].
-pub fn prompt_tokens(prompt: &[u32], max: u32, salt: u64, block_tokens: u32) -> Tokens {
+pub fn prompt_tokens(prompt: &[u32], max: u32, root: SequenceHash, block_tokens: u32) -> Tokens {
     // A node always computes the last token, whose logits give the next one: its block is never all reused.
     let block_tokens = block_tokens.max(1) as usize;
     let reusable = prompt.len().saturating_sub(1) / block_tokens * block_tokens;
-    Tokens { prompt: count(prompt.len()), max, hashes: sequence_hashes(salt, &prompt[..reusable], block_tokens) }
+    Tokens { prompt: count(prompt.len()), max, hashes: sequence_hashes(root, &prompt[..reusable], block_tokens) }
 }
 
 fn count(tokens: usize) -> u32 {
@@ -121,11 +130,13 @@ mod tests {
             api: "test",
             priority: 0,
             tenant: crate::admission::tenant::Tenant::default(),
+            cache_salt: "".into(),
         };
         Progress {
             request,
             sent: (prompt..prompt + sent).collect(),
             priority: 0,
+            cache_salt: 9,
             stop_token_ids: Vec::new(),
             eos: 2,
             objective: Duration::from_millis(100),

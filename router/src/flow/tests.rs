@@ -34,6 +34,7 @@ fn request() -> GenerationRequest {
         stop_token_ids: Vec::new(),
         stop: Vec::new(),
         priority: 0,
+        cache_salt: "".into(),
         tenant: Tenant::default(),
         deadline: None,
         parent: None,

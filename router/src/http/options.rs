@@ -31,7 +31,6 @@ const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("detokenize", Neutral::Flag(true)),
     ("spaces_between_special_tokens", Neutral::Flag(true)),
     ("logprob_token_ids", Neutral::Empty),
-    ("cache_salt", Neutral::Empty),
     ("kv_transfer_params", Neutral::Empty),
     ("modalities", Neutral::Only("text")),
     ("web_search_options", Neutral::Nothing),
@@ -58,6 +57,8 @@ pub(super) struct Options {
     ignore_eos: bool,
     /// Higher first, unlike the field.
     priority: i32,
+    /// Of all prompts of the call.
+    cache_salt: Arc<str>,
     /// Answers to each prompt.
     pub n: u32,
     /// Log probabilities with every token.
@@ -105,6 +106,7 @@ impl Options {
             stop_token_ids: stop_token_ids(fields)?,
             ignore_eos: fields.flag("ignore_eos")?,
             priority: priority(fields)?,
+            cache_salt: fields.get::<String>("cache_salt")?.unwrap_or_default().into(),
             n: choices(fields)?,
             logprobs: top_logprobs.is_some(),
             stream: fields.flag("stream")?,
@@ -127,6 +129,7 @@ impl Options {
             stop: self.stop.clone(),
             priority: self.priority,
             tenant: caller.tenant.clone(),
+            cache_salt: Arc::clone(&self.cache_salt),
             deadline: caller.deadline(prompt.received),
             parent: caller.parent.clone(),
             root: prompt.root,
@@ -316,6 +319,13 @@ mod tests {
         assert!(options.stop.is_empty() && !options.ignore_eos && !options.include_usage);
     }
 
+    #[test]
+    fn a_salt_is_text() {
+        assert_eq!(&*parse("{}").unwrap().cache_salt, "");
+        assert_eq!(&*parse(r#"{"cache_salt": "mine"}"#).unwrap().cache_salt, "mine");
+        assert_eq!(parse(r#"{"cache_salt": 7}"#).unwrap_err().param, Some("cache_salt"));
+    }
+
     /// vLLM's and OpenAI's fields that are not implemented are refused by their names, and let through where they ask
     /// for what happens anyway.
     #[test]
@@ -325,7 +335,6 @@ mod tests {
             ("return_tokens_as_token_ids", "true"),
             ("detokenize", "false"),
             ("logprob_token_ids", "[1]"),
-            ("cache_salt", r#""salt""#),
             ("kv_transfer_params", r#"{"a": 1}"#),
             ("modalities", r#"["audio"]"#),
             ("web_search_options", "{}"),
@@ -336,12 +345,9 @@ mod tests {
             let error = parse(&format!(r#"{{"{field}": {value}}}"#)).expect_err(field);
             assert_eq!((error.kind, error.param), (ErrorKind::InvalidArgument, Some(field)));
         }
-        for (field, value) in [
-            ("truncate_prompt_tokens", "null"),
-            ("detokenize", "true"),
-            ("modalities", r#"["text"]"#),
-            ("cache_salt", r#""""#),
-        ] {
+        for (field, value) in
+            [("truncate_prompt_tokens", "null"), ("detokenize", "true"), ("modalities", r#"["text"]"#)]
+        {
             assert!(parse(&format!(r#"{{"{field}": {value}}}"#)).is_ok(), "{field}: {value}");
         }
     }

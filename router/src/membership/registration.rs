@@ -5,7 +5,7 @@ use http::uri::{Authority, Scheme};
 use tandem_proto::v1::TransportInfo;
 use tandem_proto::v1::transport_info::Reach;
 use tandem_proto::ways::{MAX_SUBNETS, MAX_TRANSPORTS};
-use tandem_proto::{BLOCK_TOKENS, Error, ErrorKind, v1};
+use tandem_proto::{BLOCK_TOKENS, Error, ErrorKind, PROTOCOL_VERSION, v1};
 
 use super::Expected;
 use crate::select::Role;
@@ -23,6 +23,11 @@ const MAX_NAME_BYTES: usize = 64;
 pub(super) fn check(info: &v1::Register, expected: &Expected) -> Result<(Role, Authority), Error> {
     let role = self::role(info)?;
     let refuse = |why: String| Error::new(ErrorKind::Incompatible, format!("node `{}`: {why}", info.node_id));
+    if info.protocol != PROTOCOL_VERSION {
+        let (node, router) = (info.protocol, PROTOCOL_VERSION);
+        let why = format!("it speaks protocol {node}, the router {router}: run one version of Tandem in a cluster");
+        return Err(refuse(why));
+    }
     check_transports(&info.transports).map_err(refuse)?;
     for (field, name) in [("arithmetic", &info.arithmetic), ("kv_order", &info.kv_order)] {
         if name.is_empty() || name.len() > MAX_NAME_BYTES || !name.chars().all(|c| c.is_ascii_graphic()) {

@@ -230,6 +230,7 @@ pub fn register(node_id: &str, role: v1::Role, endpoint: &str) -> v1::Register {
         role: role.into(),
         incarnation: 1,
         compatibility_digest: 5,
+        protocol: tandem_proto::PROTOCOL_VERSION,
         model_digest: model().digest,
         endpoint: endpoint.into(),
         transports: ["fast", "slow"].map(transport).into(),

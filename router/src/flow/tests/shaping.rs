@@ -98,6 +98,36 @@ async fn urgent_requests_start_first_and_nodes_are_told() {
     );
 }
 
+/// Nodes reuse KV among requests with one salt alone.
+#[tokio::test]
+async fn a_tenant_s_requests_have_a_cache_salt_of_their_own() {
+    let mut cluster = Cluster::with_tenants(Limits::default(), &["alice", "bobby"]).await;
+    let mut salts = Vec::new();
+    for (name, own) in [("alice", ""), ("bobby", ""), ("alice", "x"), ("bobby", "x"), ("alice", ""), ("alice", "x")] {
+        let tenant = cluster.service.tenant(Some(&format!("Bearer sk-{name}-secret")), None).unwrap();
+        let asked = GenerationRequest { tenant, cache_salt: own.into(), ..request() };
+        let _running = cluster.service.generate(asked).unwrap();
+        let (_prefill, spec, _decode, start) = cluster.legs().await;
+        assert_eq!(spec.cache_salt, start.spec.unwrap().cache_salt, "both nodes name the blocks alike");
+        salts.push(spec.cache_salt);
+    }
+    assert_eq!((salts[0], salts[2]), (salts[4], salts[5]), "one tenant, one salt");
+    salts.truncate(4);
+    salts.push(0);
+    assert_eq!(salts.iter().collect::<std::collections::BTreeSet<_>>().len(), 5, "{salts:?}");
+
+    // Names that clients give themselves prove nothing, and keep nothing apart.
+    let mut open = Cluster::start(Limits::default()).await;
+    for (name, own, salted) in [("default", "", false), ("team", "", false), ("team", "x", true)] {
+        let asked = GenerationRequest { tenant: Tenant::named(name).unwrap(), cache_salt: own.into(), ..request() };
+        let _running = open.service.generate(asked).unwrap();
+        let (_prefill, spec, _decode, _start) = open.legs().await;
+        assert_eq!(spec.cache_salt != 0, salted, "{name} {own:?}");
+    }
+    let long = GenerationRequest { cache_salt: "x".repeat(257).into(), ..request() };
+    assert_eq!(open.service.generate(long).unwrap_err().param, Some("cache_salt"));
+}
+
 #[tokio::test]
 async fn a_greedy_tenant_waits_behind_its_own_requests() {
     let limits = Limits { max_inflight: 1, ..Limits::default() };
