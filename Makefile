@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build dist demo up test lint docs reference cuda-check cuda-coverage bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability test-page test-jaeger compose-up compose-down test-compose test-kube test-garbage test-docs test-strangers
+.PHONY: help setup build dist demo up test lint docs reference cuda-check cuda-coverage bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability test-page test-jaeger compose-up compose-down test-compose test-kube test-garbage test-docs test-strangers fuzz
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -158,6 +158,10 @@ test-garbage: ## 10,000 garbled tickets and hellos against each KV backend, unde
 # TEST_STRANGERS="--full smuggling" runs some of the attacks.
 test-strangers: setup build ## Attacks at every door of a cluster, with ten thousand connections; prints the table
 	cargo test --release --locked -p tandem-cluster-tests --test attacks -- $(or $(TEST_STRANGERS),--full)
+
+# SECONDS=600 for each of them; FUZZ="gguf spans" runs some.
+fuzz: setup ## Every parser that strangers reach, by libFuzzer with AddressSanitizer, one after the other; prints the table
+	fuzz/run.sh $(or $(SECONDS),60) $(FUZZ)
 
 test-kube: ## The Helm chart against a real API server; builds helm and kube-apiserver once
 	cluster-tests/kube/run.sh

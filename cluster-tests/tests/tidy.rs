@@ -36,7 +36,7 @@ const ROOMS: [&str; 12] = [
 ];
 
 /// Who may use whom; a crate that is not here may use all.
-const GRAPH: [(&str, &[&str]); 16] = [
+const GRAPH: [(&str, &[&str]); 17] = [
     ("tandem-config", &[]),
     ("tandem-proto", &[]),
     ("tandem-gguf", &[]),
@@ -65,6 +65,18 @@ const GRAPH: [(&str, &[&str]); 16] = [
     ("tandem-decode-node", NODE),
     ("tandem-router", &["tandem-config", "tandem-gguf", "tandem-proto", "tandem-telemetry", "tandem-ports"]),
     ("tandem", &["tandem-config", "tandem-proto"]),
+    (
+        "tandem-fuzz",
+        &[
+            "tandem-config",
+            "tandem-gguf",
+            "tandem-kvtransfer",
+            "tandem-ports",
+            "tandem-proto",
+            "tandem-router",
+            "tandem-telemetry",
+        ],
+    ),
 ];
 const NODE: &[&str] =
     &["tandem-config", "tandem-proto", "tandem-telemetry", "tandem-engine", "tandem-kvtransfer", "tandem-node"];
