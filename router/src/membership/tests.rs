@@ -162,7 +162,7 @@ fn requests_on_nodes_wait_beyond_the_places_of_a_batch() {
 #[test]
 fn what_does_not_match_is_refused_in_words() {
     type Change = fn(&mut v1::Register);
-    let cases: [(Change, &str); 14] = [
+    let cases: [(Change, &str); 15] = [
         (|r| r.model_digest = 1, "digest"),
         (|r| r.compatibility_digest = 0, "compatibility_digest"),
         (|r| r.incarnation = 0, "incarnation"),
