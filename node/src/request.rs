@@ -229,7 +229,6 @@ pub fn top_logprobs(top: Vec<TokenLogprob>) -> Vec<v1::TokenLogprob> {
 
 #[cfg(test)]
 mod tests {
-    use futures::StreamExt;
     use tandem_engine::simulated::{SimulatedConfig, SimulatedExecutor};
     use tandem_engine::{Executor, SchedulerConfig, Speculate};
 
