@@ -103,9 +103,10 @@ fn gguf(data: &[u8]) {
         for tensor in header.tensors().values() {
             let _ = (tensor.values(), tensor.bytes());
         }
-        if let Ok(Some(_)) = header.split() {
-            let _ = header.names_of_the_others("m-00001-of-00002.gguf");
-            let _ = header.check_part(&header, 0, &header);
+        if let Ok(Some(split)) = header.split() {
+            let _ = split.names_of_the_others("m-00001-of-00002.gguf");
+            let _ = split.check_part(&header, 0, &header);
+            let _ = split.check_tensors(header.tensors().len());
         }
     }
     let _ = with_file(data, ModelText::check);

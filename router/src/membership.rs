@@ -14,6 +14,7 @@ pub mod breaker;
 mod entry;
 pub mod fence;
 pub mod join;
+mod node;
 pub mod now;
 pub mod origin;
 mod reach;
@@ -32,10 +33,9 @@ use http::uri::Authority;
 use serde_json::json;
 use tandem_ports::{JoinGuard, JoinToken, NodeTls};
 use tandem_proto::hash::hash_root;
-use tandem_proto::{Error, Incarnation, Life, SequenceHash, v1};
+use tandem_proto::{Error, SequenceHash, v1};
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
-use tokio_util::sync::CancellationToken;
 
 use crate::admission::queue;
 use crate::index::{Gap, IndexTotals, MOST_NODES, PrefixIndex};
@@ -44,6 +44,7 @@ use crate::select::{self, Candidate, LocalPrefill, Need, NoPair, Plan, Role, Wis
 pub use accepts::{Accepts, NotYet};
 use breaker::Circuit;
 use entry::Share;
+pub use node::Node;
 use now::ClusterNow;
 use origin::NodeEndpoints;
 pub use reach::Calls;
@@ -66,57 +67,6 @@ pub struct Expected {
     pub model_digest: u64,
     /// End-of-sequence token.
     pub eos_token_id: u32,
-}
-
-/// One life of a node: its session with this router. Its channel goes with it.
-#[derive(Debug)]
-pub struct Node {
-    /// Key in the table; never used twice.
-    pub session: u64,
-    /// What it does.
-    pub role: Role,
-    /// What it said when it registered.
-    pub info: v1::Register,
-    /// What it did so far.
-    pub work: now::Work,
-    calls: Calls,
-    dead: CancellationToken,
-    why: OnceLock<String>,
-}
-
-impl Node {
-    /// Which process of the node this is.
-    pub fn incarnation(&self) -> Incarnation {
-        Incarnation(self.info.incarnation)
-    }
-
-    /// Which session of this router with it.
-    pub fn life(&self) -> Life {
-        Life(self.info.life)
-    }
-
-    /// The way to the node; its connection is made at the first call.
-    pub fn calls(&self) -> Calls {
-        self.calls.clone()
-    }
-
-    /// Waits for the node's death, and says what it died of.
-    pub async fn died(&self) -> String {
-        self.dead.cancelled().await;
-        self.why.get().cloned().unwrap_or_default()
-    }
-
-    fn new(session: u64, role: Role, info: v1::Register, calls: Calls) -> Self {
-        let (work, dead) = (now::Work::default(), CancellationToken::new());
-        Self { session, role, info, work, calls, dead, why: OnceLock::new() }
-    }
-
-    fn end(&self, why: &str) {
-        if self.why.set(why.to_owned()).is_ok() {
-            tracing::warn!(node = self.info.node_id, life = %self.life(), why, "node gone");
-        }
-        self.dead.cancel();
-    }
 }
 
 /// Handle to the node table.

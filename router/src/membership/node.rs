@@ -1,0 +1,60 @@
+//! One life of a node, as running requests hold it: what it said when it joined, the way to it, and its death.
+use std::sync::OnceLock;
+
+use tandem_proto::{Incarnation, Life, v1};
+use tokio_util::sync::CancellationToken;
+
+use super::now::Work;
+use super::reach::Calls;
+use crate::select::Role;
+
+/// One life of a node: its session with this router. Its channel goes with it.
+#[derive(Debug)]
+pub struct Node {
+    /// Key in the table; never used twice.
+    pub session: u64,
+    /// What it does.
+    pub role: Role,
+    /// What it said when it registered.
+    pub info: v1::Register,
+    /// What it did so far.
+    pub work: Work,
+    calls: Calls,
+    dead: CancellationToken,
+    why: OnceLock<String>,
+}
+
+impl Node {
+    /// Which process of the node this is.
+    pub fn incarnation(&self) -> Incarnation {
+        Incarnation(self.info.incarnation)
+    }
+
+    /// Which session of this router with it.
+    pub fn life(&self) -> Life {
+        Life(self.info.life)
+    }
+
+    /// The way to the node; its connection is made at the first call.
+    pub fn calls(&self) -> Calls {
+        self.calls.clone()
+    }
+
+    /// Waits for the node's death, and says what it died of.
+    pub async fn died(&self) -> String {
+        self.dead.cancelled().await;
+        self.why.get().cloned().unwrap_or_default()
+    }
+
+    pub(super) fn new(session: u64, role: Role, info: v1::Register, calls: Calls) -> Self {
+        let (work, dead) = (Work::default(), CancellationToken::new());
+        Self { session, role, info, work, calls, dead, why: OnceLock::new() }
+    }
+
+    pub(super) fn end(&self, why: &str) {
+        if self.why.set(why.to_owned()).is_ok() {
+            tracing::warn!(node = self.info.node_id, life = %self.life(), why, "node gone");
+        }
+        self.dead.cancel();
+    }
+}
