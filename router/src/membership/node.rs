@@ -20,8 +20,8 @@ pub struct Node {
     /// What it did so far.
     pub work: Work,
     calls: Calls,
-    dead: CancellationToken,
-    why: OnceLock<String>,
+    pub(super) dead: CancellationToken,
+    pub(super) why: OnceLock<String>,
 }
 
 impl Node {
