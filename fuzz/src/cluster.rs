@@ -219,7 +219,12 @@ fn status_seeds() -> Vec<Vec<u8>> {
 fn kv_frames(data: &[u8]) {
     let (head, payload) = data.split_at(HEADER_BYTES.min(data.len()));
     if let Some(header) = Header::parse(head) {
-        assert_eq!(header.encode()[..], *head, "a header has one form");
+        let encoded = header.encode();
+        match header {
+            // What refuses for an unknown reason still refuses.
+            Header::Answer(..) => assert_eq!(Header::parse(&encoded), Some(header), "the same is read again"),
+            _ => assert_eq!(encoded[..], *head, "a header has one form"),
+        }
         if let Header::Data(range) | Header::Ready(range) | Header::Copied(range) = header {
             let _ = range.units.of(payload.first().copied().unwrap_or(1));
         }
