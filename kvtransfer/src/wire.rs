@@ -152,8 +152,8 @@ impl Header {
         bytes
     }
 
-    /// Reads a header; `None` for anything that [`Header::encode`] does not write. Refusals alone are read whatever they
-    /// say: to pass over one would leave a hand-off waiting that is over.
+    /// Reads a header; `None` for anything that [`Header::encode`] does not write. Refusals alone are read whatever
+    /// they say: to pass over one would leave a hand-off waiting that is over.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; HEADER_BYTES] = bytes.try_into().ok()?;
         let (kind, units) = (bytes[4], Units { first: bytes[5], count: bytes[6] });
