@@ -213,9 +213,9 @@ impl BlockPool {
         want.is_ok_and(|want| self.0.state().fits(&want, spare).is_some())
     }
 
-    /// A lease of no blocks.
-    pub(crate) fn nothing(&self) -> KvLease {
-        KvLease::new(&self.0, Taken { blocks: Vec::new(), cache_salt: 0, shared: 0, prefix: None })
+    /// A lease of no blocks, for a sequence of this salt.
+    pub(crate) fn nothing(&self, cache_salt: u64) -> KvLease {
+        KvLease::new(&self.0, Taken { blocks: Vec::new(), cache_salt, shared: 0, prefix: None })
     }
 
     /// From now on reservations leave `blocks` blocks free for leases that grow; as many as there are refuses them all.

@@ -407,7 +407,7 @@ impl Scheduler {
     fn preempt(&mut self, seq: Seq) {
         debug_assert_eq!(self.under_way, 0, "a step under way keeps the blocks");
         let Some(mut sequence) = self.leave_queue(seq).or_else(|| self.running.remove(&seq)) else { return };
-        sequence.give_up_blocks(Arc::new(self.pool.nothing()), self.block_tokens);
+        sequence.give_up_blocks(&self.pool);
         self.preemptions += 1;
         self.preempted.insert(sequence.rank);
         self.waiting.insert(seq, sequence);

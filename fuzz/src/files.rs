@@ -33,7 +33,7 @@ pub fn with_file<T>(bytes: &[u8], read: impl FnOnce(&Path) -> T) -> T {
     value
 }
 
-/// The router's TOML file. What `--check` prints of one that is taken is such a file again, with the same values.
+/// The router's TOML file. Of one that is taken `--check` prints something; it differs not from itself.
 fn config(data: &[u8]) {
     let resolve = |text: &[u8]| {
         with_file(text, |path| {

@@ -7,7 +7,7 @@ use tandem_proto::SequenceHash;
 use tandem_proto::hash::{hash_root, sequence_hashes};
 
 use super::Rank;
-use crate::blocks::{BlockPool, KvLease, Prefix};
+use crate::blocks::{BlockPool, Prefix};
 use crate::executor::{BatchItem, Choose, Draft, History, Tokens};
 use crate::sampling::{Sampled, uniform};
 use crate::sequence::{Drafts, SequenceRequest};
@@ -20,8 +20,6 @@ pub(super) struct Sequence {
     /// Length of `tokens` on arrival.
     pub given: usize,
     pub rank: Rank,
-    /// Of its lease: the next one has the same.
-    cache_salt: u64,
     /// Its hashes begin here.
     root: SequenceHash,
     cached: Cached,
@@ -88,15 +86,13 @@ fn must_be_seen(item: &BatchItem) -> bool {
 impl Sequence {
     /// One that has come; `eos_token_id` and `model_digest` are the model's.
     pub fn new(request: SequenceRequest, rank: Rank, eos_token_id: u32, model_digest: u64) -> Self {
-        let cache_salt = request.lease.cache_salt();
-        let root = hash_root(model_digest, cache_salt);
+        let root = hash_root(model_digest, request.lease.cache_salt());
         let ends = (request.sampling.min_tokens > 0).then(|| request.ends(eos_token_id).collect());
         Self {
             given: request.tokens.len(),
             told: request.computed,
             request,
             rank,
-            cache_salt,
             root,
             cached: Cached { blocks: 0, hash: root },
             hashes: Vec::new(),
@@ -120,15 +116,14 @@ impl Sequence {
         }
     }
 
-    /// It lets go of its blocks, for a lease of none, and will begin anew with another one. The full blocks of its
-    /// tokens have `block_tokens` each.
-    pub fn give_up_blocks(&mut self, lease: Arc<KvLease>, block_tokens: usize) {
+    /// It lets go of its blocks, for a lease of none of the same salt, and will begin anew with another one.
+    pub fn give_up_blocks(&mut self, pool: &BlockPool) {
         debug_assert_eq!(self.ahead, Ahead::default(), "a step under way computes it");
-        self.request.lease = lease;
+        self.request.lease = Arc::new(pool.nothing(self.request.lease.cache_salt()));
         self.request.computed = 0;
         self.chosen = false;
         self.cached = Cached { blocks: 0, hash: self.root };
-        self.hashes = sequence_hashes(self.root, &self.request.tokens, block_tokens);
+        self.hashes = sequence_hashes(self.root, &self.request.tokens, pool.block_tokens());
     }
 
     /// Where its next step begins.
@@ -159,7 +154,7 @@ impl Sequence {
     /// The blocks of all its tokens, and what the cache may have of them.
     pub fn wants_again(&self, pool: &BlockPool) -> (usize, Prefix<'_>) {
         let tokens = self.request.tokens.len();
-        (pool.blocks_for(tokens), Prefix { cache_salt: self.cache_salt, hashes: &self.hashes, tokens })
+        (pool.blocks_for(tokens), Prefix { cache_salt: self.request.lease.cache_salt(), hashes: &self.hashes, tokens })
     }
 
     /// Puts the blocks before index `full` into the cache that are not there yet.

@@ -11,7 +11,7 @@ use super::tenant::Tenant;
 /// Bytes of a client's own salt at most.
 pub const MAX_CACHE_SALT_BYTES: usize = 256;
 
-/// Derives the salts. Routers with one secret derive the same ones, and whoever does not know it cannot look for
+/// Derives the salts. Routers with one secret derive the same ones. A client that does not know it cannot look for
 /// prompts whose hashes collide with another tenant's.
 #[derive(Clone, Default)]
 pub struct CacheSalts(Option<[u8; 32]>);
