@@ -19,18 +19,22 @@ out=$1
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 [ -z "$(ls -A "$out")" ] || die "$out is not empty"
-mkdir "$out/programs" "$out/tests"
+mkdir -p "$out/programs/deps" "$out/programs/examples"
 
 say "building programs and tests"
 cargo build --release --locked --bins
-cargo build --release --locked -p tandem-cuda --examples
+cargo build --release --locked -p tandem-cuda --example bench_cuda
+cargo build --release --locked -p tandem-cluster-tests --example bench_handoff
 # Test programs have a hash in their names; cargo says which are of now.
 cargo test --release --locked -p tandem-cuda --no-run --message-format=json > "$out/built.json"
+cargo test --release --locked -p tandem-cluster-tests --test cuda_ucx --no-run --message-format=json >> "$out/built.json"
 release=$(deploy/target_dir.sh)/release
 programs="tandem tandem-router tandem-prefill-node tandem-decode-node"
 for program in $programs; do strip -o "$out/programs/$program" "$release/$program"; done
 strip -o "$out/programs/bench_cuda" "$release/examples/bench_cuda"
-python3 - "$out/built.json" <<'PYTHON' | while read -r name path; do strip -o "$out/tests/$name" "$path"; done
+# These two look for the programs one folder above their own.
+strip -o "$out/programs/examples/bench_handoff" "$release/examples/bench_handoff"
+python3 - "$out/built.json" <<'PYTHON' | while read -r name path; do strip -o "$out/programs/deps/$name" "$path"; done
 import json, sys
 for line in open(sys.argv[1]):
     said = json.loads(line)
@@ -45,12 +49,12 @@ cp -r "$(deploy/gpu/ucx.sh --path)" "$out/ucx"
 find "$out/ucx" -type f -name '*.so.*' -exec strip --strip-unneeded {} \;
 
 # Tests read these where they were built: check.py puts a link there.
-mkdir -p "$out/source/engine/cuda" "$out/source/engine/tests/families"
+mkdir -p "$out/source/engine/cuda" "$out/source/engine/tests/families" "$out/source/cluster-tests"
 cp -r engine/tests/families/data "$out/source/engine/tests/families/"
 pwd > "$out/source/built-in"
 cp deploy/bench/big_checkpoints.py deploy/gpu/check.sh deploy/gpu/check.py "$out/"
-tar -czf "$out/packed.tar.gz" -C "$out" programs tests ucx source
-rm -r "$out/programs" "$out/tests" "$out/ucx" "$out/source"
+tar -czf "$out/packed.tar.gz" -C "$out" programs ucx source
+rm -r "$out/programs" "$out/ucx" "$out/source"
 
 size_mib=$(du -sm "$out" | cut -f 1)
 say "$out: $size_mib MiB"

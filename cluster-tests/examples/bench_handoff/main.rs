@@ -6,7 +6,7 @@
 mod shaped;
 mod table;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use clap::Parser;
 use rand::rngs::StdRng;
@@ -34,6 +34,12 @@ struct Args {
     /// `ucx`, `tcp`, and `shaped`: tcp between network namespaces over a link of 1 Gbit/s, which takes root
     #[arg(long, value_delimiter = ',', default_values = ["ucx", "tcp", "shaped"])]
     links: Vec<String>,
+    /// The model, instead of SmolLM2-135M: its weights are in each of four nodes
+    #[arg(long)]
+    model: Option<PathBuf>,
+    /// KV blocks of each node
+    #[arg(long, default_value_t = 2048)]
+    kv_blocks: usize,
     /// Compute threads of each node
     #[arg(long, default_value_t = 1)]
     threads: usize,
@@ -93,17 +99,19 @@ impl Cluster {
     ) -> anyhow::Result<Self> {
         let (here, there) = shaped.map_or(("127.0.0.1", "127.0.0.1"), Shaped::addresses);
         let mut flags = words(&format!("--http {here}:0 --grpc {here}:0 --local-prefill never --model"));
-        flags.push(model()?.display().to_string());
+        let model = args.model.clone().map_or_else(model, Ok)?.display().to_string();
+        flags.push(model.clone());
         let router = Process::start(&format!("{push}-router"), "tandem-router", &flags, dir).await?;
         let node = |address: &str, role: &str, own: &str| {
             let flags = format!(
                 "--router {} --listen {address}:0 --admin {address}:0 --kv-listen {address}:0 --transport {transport} \
-                 --node-id {push}-{role} --threads {} --kv-blocks 2048 --no-prefix-caching {} {own} --model",
+                 --node-id {push}-{role} --threads {} --kv-blocks {} --no-prefix-caching {} {own} --model",
                 router.url("grpc"),
                 args.threads,
+                args.kv_blocks,
                 args.node_args
             );
-            Ok::<_, anyhow::Error>([words(&flags), vec![model()?.display().to_string()]].concat())
+            Ok::<_, anyhow::Error>([words(&flags), vec![model.clone()]].concat())
         };
         let (prefill, decode) = (node(here, "prefill", &format!("--push {push}"))?, node(there, "decode", "")?);
         let (name, program) = (format!("{push}-decode"), "tandem-decode-node");

@@ -42,7 +42,7 @@ async fn cluster(machine: &Machine, dir: &TempDir) -> anyhow::Result<Cluster> {
         node_args,
         node_environment,
         prefill_args: words("--device cuda:0"),
-        decode_args: words("--device cuda:1"),
+        decode_args: words(&format!("--device cuda:{}", machine.second)),
         ..Options::default()
     })
     .await
@@ -66,10 +66,12 @@ async fn alone(cluster: &Cluster, prompt: Vec<u32>) -> anyhow::Result<Vec<u32>> 
 
 #[tokio::test]
 async fn an_answer_over_two_gpus_is_that_of_one_and_its_kv_went_by_cuda_ipc() -> anyhow::Result<()> {
-    let Some(machine) = Machine::with_two() else { return Ok(()) };
+    let Some(machine) = Machine::for_two() else { return Ok(()) };
     let dir = tempfile::tempdir()?;
     let cluster = cluster(&machine, &dir).await?;
-    for (node, device) in [(&cluster.prefill, "cuda:0"), (&cluster.decode, "cuda:1")] {
+    for (node, device) in
+        [(&cluster.prefill, "cuda:0".to_owned()), (&cluster.decode, format!("cuda:{}", machine.second))]
+    {
         assert_eq!(node.ready("device"), device);
         let transport = node.ready("transport");
         assert!(transport.starts_with("ucx/shm(") && transport.contains("cuda_ipc"), "{transport}");
@@ -92,12 +94,12 @@ async fn an_answer_over_two_gpus_is_that_of_one_and_its_kv_went_by_cuda_ipc() ->
 /// why.
 #[tokio::test]
 async fn nodes_on_gpus_and_on_processors_refuse_each_other_with_words() -> anyhow::Result<()> {
-    let Some(machine) = Machine::with_two() else { return Ok(()) };
+    let Some(machine) = Machine::for_two() else { return Ok(()) };
     let dir = tempfile::tempdir()?;
     let gpus = cluster(&machine, &dir).await?;
     let node_args = words("--threads 1 --kv-blocks 128 --kv-dtype bf16");
     let processors = gpus.beside(Options { model: Some(tiny_model()?), node_args, ..Options::default() }).await?;
-    let on_gpu = format!("--device cuda:1 --ucx-profile shm --ucx-lib-dir {}", machine.ucx.display());
+    let on_gpu = format!("--device cuda:{} --ucx-profile shm --ucx-lib-dir {}", machine.second, machine.ucx.display());
     for (cluster, order, stranger, flags) in
         [(&gpus, "bf16-tokens", "on-processor", ""), (&processors, "bf16-pairs", "on-gpu", on_gpu.as_str())]
     {

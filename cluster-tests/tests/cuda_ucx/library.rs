@@ -17,7 +17,7 @@ fn pair(machine: &Machine) -> (Peer, Peer) {
 }
 
 fn sender(machine: &Machine) -> Peer {
-    let mut sender = Peer::start(machine, 1);
+    let mut sender = Peer::start(machine, machine.second);
     sender.order("fill");
     sender
 }
@@ -36,7 +36,7 @@ fn hand_over(receiver: &mut Peer, sender: &mut Peer, id: u8) {
 
 #[test]
 fn bytes_go_from_gpu_to_gpu_in_one_copy_and_to_the_right_places() {
-    let Some(machine) = Machine::with_two() else { return };
+    let Some(machine) = Machine::for_two() else { return };
     let (mut receiver, mut sender) = pair(&machine);
     for id in 1..=3 {
         hand_over(&mut receiver, &mut sender, id);
@@ -48,7 +48,7 @@ fn bytes_go_from_gpu_to_gpu_in_one_copy_and_to_the_right_places() {
 /// The sender hashes what it has when it seals; what it sent was another bit.
 #[test]
 fn a_bit_that_was_flipped_on_the_gpu_is_refused() {
-    let Some(machine) = Machine::with_two() else { return };
+    let Some(machine) = Machine::for_two() else { return };
     let (mut receiver, mut sender) = pair(&machine);
     let ticket = receiver.order("accept 1");
     receiver.tell("verify");
@@ -71,7 +71,7 @@ fn give_late_writes_time() {
 /// SIGKILL in the middle: the blocks come back, nobody writes into them any more, and the next sender is served.
 #[test]
 fn a_killed_sender_writes_into_no_freed_block() {
-    let Some(machine) = Machine::with_two() else { return };
+    let Some(machine) = Machine::for_two() else { return };
     let (mut receiver, mut first) = pair(&machine);
     for id in 1..=3 {
         let ticket = receiver.order(&format!("accept {id}"));
@@ -95,7 +95,7 @@ fn a_killed_sender_writes_into_no_freed_block() {
 /// SIGSTOP in the middle, and the receiver gives the hand-off up: as it reads by itself, nothing is left to wait for.
 #[test]
 fn a_frozen_sender_holds_no_block_and_wakes_up_among_strangers() {
-    let Some(machine) = Machine::with_two() else { return };
+    let Some(machine) = Machine::for_two() else { return };
     let (mut receiver, mut first) = pair(&machine);
     let ticket = receiver.order("accept 1");
     first.tell(&format!("open {ticket}"));

@@ -1,5 +1,6 @@
 //! KV from GPU to GPU by UCX's `cuda_ipc`, without the host's memory in between. The GPUs are emulated
 //! (`engine/cuda/emu`), the programs do not know; UCX is PyPI's, which was built with CUDA (`deploy/gpu/ucx.sh`).
+//! With `TANDEM_GPU=real` they are the machine's: both processes take the first one where there is no second.
 //!
 //! - `library`: two processes that have a GPU's memory and a transport each, and nothing else (`peer`).
 //! - `cluster`: a prefill and a decode node on a GPU each, behind a router.
@@ -13,15 +14,19 @@ mod peer;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// What processes with emulated GPUs and such a UCX need.
+use tandem_cuda::Device;
+
+/// What processes with GPUs and such a UCX need.
 struct Machine {
     environment: Vec<(String, String)>,
     ucx: PathBuf,
+    /// The GPU of the second process.
+    second: u32,
 }
 
 impl Machine {
-    /// With two GPUs. `None`: the test is to be skipped.
-    fn with_two() -> Option<Self> {
+    /// With GPUs for two processes. `None`: the test is to be skipped.
+    fn for_two() -> Option<Self> {
         match Self::found() {
             Ok(machine) => Some(machine),
             Err(reason) => {
@@ -34,20 +39,27 @@ impl Machine {
     }
 
     fn found() -> Result<Self, String> {
-        let driver = tandem_cuda_emu::library_dir().ok_or("no emulated CUDA driver was built, which needs g++")?;
-        let environment = [
-            ("LD_LIBRARY_PATH", driver.display().to_string()),
-            ("EMU_DEVICES", "2".to_owned()),
+        let mut environment = vec![
             // Which of its protocols UCX takes for what.
-            ("UCX_PROTO_INFO", "y".to_owned()),
+            ("UCX_PROTO_INFO".to_owned(), "y".to_owned()),
         ];
-        let environment = environment.map(|(name, value)| (name.to_owned(), value)).to_vec();
-        Ok(Self { environment, ucx: ucx_with_cuda()? })
+        let second = if std::env::var_os("TANDEM_GPU").is_some_and(|value| value == "real") {
+            u32::from(Device::all().map_err(|error| error.to_string())?.len() > 1)
+        } else {
+            let driver = tandem_cuda_emu::library_dir().ok_or("no emulated CUDA driver was built, which needs g++")?;
+            environment.push(("LD_LIBRARY_PATH".to_owned(), driver.display().to_string()));
+            environment.push(("EMU_DEVICES".to_owned(), "2".to_owned()));
+            1
+        };
+        Ok(Self { environment, ucx: ucx_with_cuda()?, second })
     }
 }
 
-/// Its folder; fetched where it is not there yet.
+/// Its folder: `TANDEM_TEST_UCX_CUDA`, or where it is fetched to.
 fn ucx_with_cuda() -> Result<PathBuf, String> {
+    if let Some(folder) = std::env::var_os("TANDEM_TEST_UCX_CUDA") {
+        return Ok(folder.into());
+    }
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/gpu/ucx.sh");
     let run = |flags: &[&str]| {
         let output =

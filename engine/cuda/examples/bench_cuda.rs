@@ -178,10 +178,11 @@ impl Bench {
         let seq = self.sequences(1);
         let prompt: Vec<u32> = (0..tokens as u32).map(|i| 3 + i * 7 % 300).collect();
         let begin = Instant::now();
-        for (i, chunk) in prompt.chunks(self.chunk).enumerate() {
+        let chunks = prompt.chunks(self.chunk).enumerate().map(|(i, chunk)| {
             let last = (i + 1) * self.chunk >= tokens;
-            self.step(vec![item(seq, Tokens::Given(chunk.to_vec()), i * self.chunk, &lease, last)])?;
-        }
+            vec![item(seq, Tokens::Given(chunk.to_vec()), i * self.chunk, &lease, last)]
+        });
+        compute(&mut self.executor, chunks)?;
         let ms = begin.elapsed().as_secs_f64() * 1e3;
         self.executor.forget(seq);
         Ok(ms)
@@ -191,17 +192,16 @@ impl Bench {
         let leases = (0..batch).map(|_| self.lease(context + self.steps)).collect::<Result<Vec<_>, String>>()?;
         let first = self.sequences(batch);
         let begin = Instant::now();
-        for step in 0..self.steps {
+        let steps = (0..self.steps).map(|step| {
             // As an engine does: from the second step on the token is the one that the device chose.
             let tokens = |i: usize| match step {
                 0 => Tokens::Given(vec![3 + (i as u32 * 131) % 300]),
                 _ => Tokens::Last,
             };
             let items = leases.iter().enumerate();
-            self.step(
-                items.map(|(i, lease)| item(first + i as u64, tokens(i), context + step, lease, true)).collect(),
-            )?;
-        }
+            items.map(|(i, lease)| item(first + i as u64, tokens(i), context + step, lease, true)).collect()
+        });
+        compute(&mut self.executor, steps)?;
         let ms = begin.elapsed().as_secs_f64() * 1e3 / self.steps as f64;
         (0..batch as u64).for_each(|i| self.executor.forget(first + i));
         Ok(ms)
@@ -226,13 +226,25 @@ impl Bench {
     fn lease(&self, tokens: usize) -> Result<Arc<KvLease>, String> {
         self.pool.try_reserve(self.pool.blocks_for(tokens)).map(Arc::new).map_err(|error| error.to_string())
     }
+}
 
-    fn step(&mut self, items: Vec<BatchItem>) -> Result<(), String> {
+/// Computes steps as an engine does: the next one begins before the host has seen the end of the one before.
+fn compute(executor: &mut CudaExecutor, steps: impl Iterator<Item = Vec<BatchItem>>) -> Result<(), String> {
+    let mut under_way = 0;
+    let finish = |executor: &mut CudaExecutor| {
+        black_box(executor.finish(&mut |_| {}).map_err(|error| error.to_string())?);
+        Ok::<_, String>(())
+    };
+    for items in steps {
+        if under_way == executor.most_under_way() {
+            finish(executor)?;
+            under_way -= 1;
+        }
         let batch = Batch { items, report_layers: Vec::new() };
-        let outcome = self.executor.begin(&batch).and_then(|()| self.executor.finish(&mut |_| {}));
-        black_box(outcome.map_err(|error| error.to_string())?);
-        Ok(())
+        executor.begin(&batch).map_err(|error| error.to_string())?;
+        under_way += 1;
     }
+    (0..under_way).try_for_each(|_| finish(executor))
 }
 
 fn item(seq: u64, tokens: Tokens, start: usize, blocks: &Arc<KvLease>, chooses: bool) -> BatchItem {

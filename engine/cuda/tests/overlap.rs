@@ -16,6 +16,7 @@ use tandem_engine::{
     SamplingParams, SchedulerConfig, Seq, SequenceEvent, SequenceRequest, Speculate, Tokens,
 };
 use tandem_memory::KvMemory;
+use tokio::sync::Semaphore;
 
 const LIMITS: SchedulerConfig =
     SchedulerConfig { max_running: 4, max_step_tokens: 24, inbox: 64, prefix_caching: true, speculate: Speculate::Off };
@@ -232,7 +233,8 @@ impl Job {
     }
 
     /// The tokens, and whether it came to its end.
-    async fn run(self, engine: Engine) -> (Vec<u32>, bool) {
+    async fn run(self, engine: Engine, places: Arc<Semaphore>) -> (Vec<u32>, bool) {
+        let _place = places.acquire_owned().await.expect("open");
         let blocks = engine.pool().blocks_for(self.prompt.len() + 1);
         let lease = Arc::new(engine.pool().reserve(blocks).await.expect("fits"));
         let request = request(lease, self.prompt, self.new);
@@ -289,8 +291,12 @@ async fn answers_are_the_same_over_stops_cancels_preemptions_and_hand_offs() {
     let jobs: Vec<Job> = (0..28).map(Job::nth).collect();
     let done = Arc::new(AtomicBool::new(false));
     let hand_offs = tokio::spawn(hand_offs(engine.clone(), Arc::clone(&done)));
-    let answers: Vec<_> = jobs.iter().map(|job| tokio::spawn(job.clone().run(engine.clone()))).collect();
-    let wholes = jobs.iter().map(|job| Job { patience: usize::MAX, ..job.clone() }.run(plain.clone()));
+    // Blocks go to whoever asked first: a hand-off waits for no more jobs than these.
+    let places = || Arc::new(Semaphore::new(6));
+    let (own, others) = (places(), places());
+    let answers: Vec<_> = jobs.iter().map(|job| tokio::spawn(job.clone().run(engine.clone(), own.clone()))).collect();
+    let whole = |job: &Job| Job { patience: usize::MAX, ..job.clone() };
+    let wholes = jobs.iter().map(|job| whole(job).run(plain.clone(), others.clone()));
     let wholes: Vec<_> = wholes.map(tokio::spawn).collect();
     let mut stopped = 0;
     for ((job, answer), whole) in jobs.iter().zip(answers).zip(wholes) {
@@ -301,7 +307,7 @@ async fn answers_are_the_same_over_stops_cancels_preemptions_and_hand_offs() {
     done.store(true, Ordering::Relaxed);
     let (count, load, alone) = (hand_offs.await.expect("intact"), engine.load(), plain.load());
     println!("{stopped} stopped, {count} hand-offs, {load:?}");
-    assert!(stopped > 1 && count > 3 && load.steps_ahead > 10, "{stopped} {count} {load:?}");
+    assert!(stopped > 1 && count > 2 && load.steps_ahead > 10, "{stopped} {count} {load:?}");
     assert_eq!((alone.steps_ahead, engine.stopped()), (0, None));
     for engine in [engine, plain] {
         engine.shutdown();
