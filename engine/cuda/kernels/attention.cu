@@ -452,6 +452,7 @@ __device__ __forceinline__ void merge_partitions(bf16* out, float* memory, const
         NAME(bf16* out, const bf16* queries, const bf16* keys, u64 block_values, u32 part_values, u32 block_tokens, \
              const u32* tables, u32 table_blocks, const Tile* tiles, u32 group, u32 window, float scale,            \
              float* partials, u32 partitions, u32 tile_tokens) {                                                    \
+        follow_launches_before();                                                                                   \
         Arena arena{keys, block_values, part_values, block_tokens};                                                 \
         Kernel<D, IS_TALL>::run(out, queries, arena, tables, table_blocks, tiles, group, window, scale, partials,   \
                                 partitions, tile_tokens);                                                           \
@@ -460,6 +461,7 @@ __device__ __forceinline__ void merge_partitions(bf16* out, float* memory, const
 #define MERGE(NAME, D)                                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
         NAME(bf16* out, float* partials, const Tile* tiles, u32 group, u32 window, u32 partitions, u32 tile_tokens) { \
+        follow_launches_before();                                                                                     \
         merge_partitions<D>(out, partials, tiles, group, window, partitions, tile_tokens);                            \
     }
 

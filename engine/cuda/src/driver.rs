@@ -75,9 +75,8 @@ functions! {
     fn cuModuleUnload(module: cuda::CUmodule);
     fn cuFuncSetAttribute(function: cuda::CUfunction, attribute: cuda::CUfunction_attribute, value: c_int);
     fn cuFuncGetParamInfo(function: cuda::CUfunction, index: usize, offset: *mut usize, bytes: *mut usize);
-    fn cuLaunchKernel(
-        function: cuda::CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint,
-        block_z: c_uint, shared_bytes: c_uint, stream: cuda::CUstream, arguments: *mut *mut c_void,
+    fn cuLaunchKernelEx(
+        config: *const cuda::CUlaunchConfig, function: cuda::CUfunction, arguments: *mut *mut c_void,
         more: *mut *mut c_void,
     );
     fn cuStreamCreate(stream: *mut cuda::CUstream, flags: c_uint);

@@ -20,7 +20,7 @@
 //! - **Nothing is allocated in a step**: weights, arena, workspace and graphs are there when the executor is, and fit,
 //!   or loading has said the numbers.
 //! - **A row's bits** depend on its sequence alone: whether graph or single launches compute it, in which batch, chunk
-//!   or bucket ([`Arithmetic::MmaK1024`](tandem_engine::Arithmetic)).
+//!   or bucket ([`Arithmetic::MmaK4096`](tandem_engine::Arithmetic)).
 //! - **A lost device** is [`CudaError::Lost`], and `EngineError::DeviceLost` for the engine, which stops.
 pub mod buffer;
 pub mod compile;

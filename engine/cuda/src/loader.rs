@@ -259,7 +259,7 @@ fn spec_of(
         total_blocks,
         kv_dtype: KvDtype::Bf16,
         kv_order: KvOrder::Bf16Tokens,
-        arithmetic: Arithmetic::MmaK1024,
+        arithmetic: Arithmetic::MmaK4096,
         layers: model.layers,
         kv_heads: model.kv_heads,
         head_dim: model.head_dim,

@@ -190,10 +190,11 @@ impl Network {
     ) -> Result<(), CudaError> {
         let n = weight.bytes / (2 * k.max(1));
         let one = Product { output, x: self.at(x), weight: self.weight(weight), rows, n, k };
-        if !product::Split::pays(rows, n, k) {
-            return self.queue(stream, product::product(&one));
+        let (scratch, multiprocessors) = (self.at(self.work.segments), self.limits.multiprocessors);
+        if !product::Split::pays(rows, n, k, multiprocessors) {
+            return self.queue(stream, product::product(&one, multiprocessors));
         }
-        match product::product_split(&one, self.at(self.work.segments)) {
+        match product::product_split(&one, scratch, multiprocessors) {
             Ok(launches) => launches.into_iter().try_for_each(|launch| self.queue(stream, Ok(launch))),
             Err(refused) => self.queue(stream, Err(refused)),
         }

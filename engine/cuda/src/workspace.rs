@@ -71,7 +71,7 @@ impl WorkspacePlan {
             partials.map(|(tiles, (partitions, _))| Split::bytes(tiles, config.heads, 1, partitions, config.head_dim));
         let partials = partials.max().unwrap_or(0);
         let segments = products(config).into_iter().filter_map(|(n, k)| {
-            let most = (1..=rows).rev().find(|&rows| product::Split::pays(rows, n, k))?;
+            let most = (1..=rows).rev().find(|&rows| product::Split::pays(rows, n, k, limits.multiprocessors))?;
             Some(product::Split::bytes(most, n, k))
         });
         let segments = segments.max().unwrap_or(0);
