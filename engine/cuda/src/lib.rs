@@ -10,8 +10,8 @@
 //! - `weights` and `plan`: a model's tensors, and where they lie; [`memory`]: the KV arena.
 //! - [`kernels`]: launches as checked values; [`compile`] and [`loaded`]: their texts, compiled and loaded.
 //! - Owners over the driver, each of one kind of thing: [`device`], [`context`], [`stream`] (and events), [`buffer`],
-//!   [`pinned`], [`module`], [`graph`]. They call the functions of `driver`; every status is a [`CudaError`]; dropping
-//!   an owner frees and never panics.
+//!   [`pinned`], [`module`], [`graph`], and [`cublaslt`] over NVIDIA's library of products. They call the functions of
+//!   `driver`; every status is a [`CudaError`]; dropping an owner frees and never panics.
 //!
 //! # What holds
 //!
@@ -25,6 +25,7 @@
 pub mod buffer;
 pub mod compile;
 pub mod context;
+pub mod cublaslt;
 pub mod device;
 mod driver;
 pub mod error;
@@ -49,6 +50,7 @@ mod workspace;
 
 pub use buffer::Buffer;
 pub use context::Context;
+pub use cublaslt::cublaslt_version;
 pub use device::Device;
 pub use error::CudaError;
 pub use executor::CudaExecutor;

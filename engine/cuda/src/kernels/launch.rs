@@ -107,7 +107,7 @@ impl fmt::Display for Refused {
 impl std::error::Error for Refused {}
 
 /// Checks of one launch's arguments.
-pub(super) struct Checks(pub &'static str);
+pub(crate) struct Checks(pub &'static str);
 
 impl Checks {
     /// The address of `elements` elements of `size` bytes at `memory`.
