@@ -24,7 +24,7 @@ use crate::kernels::launch::{Arg, Checks, Mem, Refused};
 use crate::stream::Stream;
 
 /// What algorithms may use beside their operands; NVIDIA's advice for Hopper is 32 MiB.
-const WORKSPACE_BYTES: usize = 32 << 20;
+pub(crate) const WORKSPACE_BYTES: usize = 32 << 20;
 /// The oldest that is used: 12.0.0.
 const OLDEST_VERSION: usize = 120_000;
 /// Addresses, and the bytes from a row to the next, are multiples of it: what kernels load and store at a time.

@@ -34,6 +34,7 @@ mod flight;
 pub mod graph;
 mod inputs;
 pub mod kernels;
+mod large;
 pub mod loaded;
 pub mod loader;
 pub mod memory;

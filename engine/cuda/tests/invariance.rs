@@ -129,7 +129,7 @@ fn bits_do_not_depend_on_who_merges_partitions() {
 }
 
 /// Over several segments of `k`, by kernels for few rows and for many, in blocks of their own, with a second launch that
-/// adds them. (`kernels/products.rs` has them one after another in a block as well.)
+/// adds them; and by cuBLASLt, where there is one. (`kernels/products.rs` has them one after another in a block as well.)
 #[test]
 fn bits_do_not_depend_on_how_a_product_is_split() {
     if !device() {
@@ -138,19 +138,24 @@ fn bits_do_not_depend_on_how_a_product_is_split() {
     let folder = tempfile::tempdir().expect("a folder");
     wide(folder.path());
     let config = CudaConfig { max_running: 80, ..config(folder.path()) };
-    let mut executor = CudaLoader::open(&config).and_then(|loader| loader.load(BLOCKS)).expect("loads");
+    let load = |library| {
+        let config = CudaConfig { library, ..config.clone() };
+        CudaLoader::open(&config).and_then(|loader| loader.load(BLOCKS)).expect("loads")
+    };
+    let mut executors = [load(false), load(true)];
     let ids = prompt(72);
     let last = ids.len() - 1;
     let mut logits = Vec::new();
-    for (chunk, neighbours) in [(72, 70), (40, 0), (20, 3)] {
+    for (library, chunk, neighbours) in [(0, 72, 70), (0, 40, 0), (0, 20, 3), (1, 72, 70), (1, 40, 0)] {
+        let executor = &mut executors[library];
         let pool = BlockPool::new(BLOCKS, 16);
         let blocks = lease(&pool, ids.len());
-        logits.push(bits(&prefill(&mut executor, 1, &ids, 0, chunk, &blocks)));
+        logits.push(bits(&prefill(executor, 1, &ids, 0, chunk, &blocks)));
         // The last token once more, as a decode row. Among 70 others the head's product is split as well.
         let others = lease_each(&pool, neighbours);
         let mut items = vec![item(1, given(&ids[last..]), last, &blocks, Some(choose(&on_host())))];
         items.extend((0..neighbours).map(|n| neighbour(n, &others[n])));
-        run(&mut executor, items).expect("a step");
+        run(executor, items).expect("a step");
         logits.push(bits(executor.logits().of(0).expect("wanted")));
     }
     let multiprocessors = Device::numbered(0).expect("a device").multiprocessors as usize;
