@@ -1,7 +1,7 @@
-//! The functions of the driver, of its compiler and of cuBLASLt that the owners call, looked up by name at first use. Types and the
-//! libraries' names are cudarc's. Its functions are not called: they give statuses as values of an `enum`, for which
-//! a number that this version does not know would be undefined behaviour, and newer drivers have such numbers. Here a
-//! status is the integer that it is. A function that a driver lacks is an error, where cudarc panics.
+//! The functions of the driver, of its compiler and of cuBLASLt that the owners call, looked up by name at first use.
+//! Types and the libraries' names are cudarc's. Its functions are not called: they give statuses as values of an
+//! `enum`, for which a number that this version does not know would be undefined behaviour, and newer drivers have such
+//! numbers. Here a status is the integer that it is. A function that a driver lacks is an error, where cudarc panics.
 //!
 //! Whoever calls has asked before whether the library is there: [`crate::device::driver`],
 //! [`crate::nvrtc::nvrtc_version`], [`crate::cublaslt::cublaslt_version`].

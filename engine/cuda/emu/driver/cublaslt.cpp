@@ -167,9 +167,9 @@ LT_API int cublasLtMatmulPreferenceSetAttribute(void* handle, int attribute, con
     }
 }
 
-// -------------------------------------------------------------------------------------------------------------- product
+// ------------------------------------------------------------------------------------------------------------- product
 
-// A, B, C, D as their layouts say; the shape in row-major words.
+// The layouts of A, B, C and D.
 struct Shape {
     const Layout *a, *b, *c, *d;
 };

@@ -1,9 +1,9 @@
 //! An emulated CUDA driver, for tests on machines without a card.
 //!
-//! `build.rs` compiles a `libcuda.so.1` (fibers for threads, streams, graphs, memory that faults), a `libnvrtc.so.13`,
-//! a `libcublasLt.so.13` and the product's kernels for the processor. [`install`] opens them by path; glibc then answers
-//! every later `dlopen` by SONAME from what is loaded, so that cudarc and UCX find them without an environment variable.
-//! The product does not know: it finds a card, compiles its kernels and launches them.
+//! `build.rs` compiles a `libcuda.so.1` (fibers for threads, streams, graphs, memory that faults), a
+//! `libnvrtc.so.13`, a `libcublasLt.so.13` and the product's kernels for the processor. [`install`] opens them by
+//! path; glibc then answers every later `dlopen` by SONAME from what is loaded, so that cudarc and UCX find them
+//! without an environment variable. The product does not know: it finds a card, compiles its kernels and launches them.
 //!
 //! # What it finds
 //! Wrong numbers, each time and not sometimes: a missing wait (operations of a stream run as late as allowed, copies of
