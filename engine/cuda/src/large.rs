@@ -9,7 +9,8 @@ use crate::kernels::launch::{Launch, Mem, Refused, part};
 use crate::kernels::product::{self, Output, Product, SEGMENT};
 use crate::stream::Stream;
 
-/// More rows than this are the library's: up to it our kernels are as fast, or faster.
+/// More rows than this are the library's: up to it our kernels are as fast, or faster. And for a row or two it has
+/// kernels that add in another order.
 pub(crate) const FEW_ROWS: usize = 32;
 /// Scratch memory at most: more rows go through it in turns.
 const MOST_SCRATCH_BYTES: usize = 256 << 20;

@@ -43,6 +43,7 @@ mod network;
 mod nvrtc;
 pub mod pinned;
 mod plan;
+mod proof;
 mod queue;
 pub mod stream;
 mod tables;

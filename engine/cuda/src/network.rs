@@ -117,23 +117,6 @@ impl Network {
         )
     }
 
-    /// Queues a layer's products and the head's over whatever is in the workspace, so that the library has loaded what a
-    /// graph of so many rows records.
-    pub fn load_products(&self, stream: &Stream, rows: usize) -> Result<(), CudaError> {
-        let LlamaConfig { hidden, feed_forward, .. } = self.config;
-        let (work, Some(layer)) = (&self.work, self.plan.layers.first()) else { return Ok(()) };
-        if self.library.is_none() || rows <= FEW_ROWS {
-            return Ok(());
-        }
-        let add = Output::Add(self.at(work.hidden));
-        self.multiply(stream, rows, work.normed, layer.qkv, hidden, Output::Store(self.at(work.qkv)))?;
-        self.multiply(stream, rows, work.attended, layer.attention_out, self.config.attended_width(), add)?;
-        self.multiply(stream, rows, work.normed, layer.gate_up, hidden, Output::SwiGlu(self.at(work.activated)))?;
-        self.multiply(stream, rows, work.activated, layer.down, feed_forward, add)?;
-        self.multiply(stream, rows, work.last, self.plan.head, hidden, Output::Store(self.at(work.logits)))?;
-        stream.synchronize()
-    }
-
     fn attend(
         &self,
         stream: &Stream,

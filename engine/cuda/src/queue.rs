@@ -17,6 +17,7 @@ use crate::kernels::attention::{Height, Tile};
 use crate::kernels::choose::{Choice, Outcome};
 use crate::kernels::rows::Last;
 use crate::network::{Network, Turn};
+use crate::proof::library_agrees;
 use crate::stream::Stream;
 use crate::tables::Tables;
 use crate::workspace::MOST_LOGITS;
@@ -54,6 +55,13 @@ impl Queue {
             inputs: Inputs::default(),
             table_rows: Vec::new(),
         };
+        let rows: Vec<usize> = buckets(limits.rows).chain([limits.rows]).collect();
+        if !library_agrees(context, &queue.network, &queue.stream, &rows)? {
+            tracing::warn!(
+                "cuBLASLt adds in another order here: large products are computed by kernels of Tandem's own"
+            );
+            queue.network.library = None;
+        }
         for bucket in buckets(limits.rows) {
             let graph = queue.capture(bucket)?;
             queue.graphs.push((bucket, graph));
@@ -65,7 +73,6 @@ impl Queue {
     fn capture(&self, bucket: usize) -> Result<Graph, CudaError> {
         let frame = Frame::bucket(bucket);
         let turn = Turn { first_logits: 0, logits: bucket, first_choice: 0, choices: bucket };
-        self.network.load_products(&self.stream, bucket)?;
         Graph::capture(&self.stream, || {
             self.network.layers(&self.stream, &frame, &mut |_| Ok(()))?;
             self.network.choose(&self.stream, &frame, &turn)
