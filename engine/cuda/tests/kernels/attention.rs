@@ -172,7 +172,7 @@ fn outputs_agree_with_the_formula() {
         let sequence = Sequence::random(20 + seed as u64, shape, tokens, 16);
         let placed = sequence.place(&gpu);
         let start = tokens.saturating_sub(70);
-        for height in [Height::Rows16, Height::Rows64] {
+        for height in [Height::Rows16, Height::Rows128] {
             let got = placed.attend(start, tokens, height, usize::MAX, None);
             for (at, head) in (start..tokens).flat_map(|at| (0..shape.heads).map(move |head| (at, head))) {
                 let from = (at - start) * sequence.width() + head * shape.head_dim;
@@ -202,9 +202,9 @@ fn a_rows_bits_are_the_same_in_any_tile_and_chunk_as_prompt_and_as_decode_row() 
         let (start, end) = (500, 561);
         let sequence = Sequence::random(random.word(), shape, end, block_tokens);
         let placed = sequence.place(&gpu);
-        let whole = placed.attend(start, end, Height::Rows64, usize::MAX, None);
+        let whole = placed.attend(start, end, Height::Rows128, usize::MAX, None);
         for (height, most) in
-            [(Height::Rows16, usize::MAX), (Height::Rows16, 1), (Height::Rows64, 1), (Height::Rows64, 3)]
+            [(Height::Rows16, usize::MAX), (Height::Rows16, 1), (Height::Rows128, 1), (Height::Rows128, 3)]
         {
             let what = || format!("{height:?} of {most} tokens, {shape:?}");
             assert_same_bits(&placed.attend(start, end, height, most, None), &whole, &what);
@@ -216,7 +216,7 @@ fn a_rows_bits_are_the_same_in_any_tile_and_chunk_as_prompt_and_as_decode_row() 
         for _ in 0..6 {
             let from = start + random.below(end - start);
             let to = from + 1 + random.below(end - from);
-            let height = [Height::Rows16, Height::Rows64][random.below(2)];
+            let height = [Height::Rows16, Height::Rows128][random.below(2)];
             let want = &whole[(from - start) * sequence.width()..(to - start) * sequence.width()];
             let what = || format!("{from}..{to} by {height:?}, {shape:?}");
             assert_same_bits(&placed.attend(from, to, height, usize::MAX, None), want, &what);
@@ -248,7 +248,7 @@ fn partitions_are_merged_in_ascending_order_and_another_order_is_noticed() {
         let end = 3 * PARTITION + 64;
         for (sequence, start) in [(Sequence::random(41, shape, end, 16), end - 10), (sensitive(shape, end), end - 1)] {
             let placed = sequence.place(&gpu);
-            let whole = placed.attend(start, end, Height::Rows64, usize::MAX, None);
+            let whole = placed.attend(start, end, Height::Rows128, usize::MAX, None);
             for (ways, most) in [(1, 1), (3, 1), (4, 1), (2, 4)] {
                 let what = || format!("{ways} ways, {most} tokens, window {window:?}");
                 assert_same_bits(&placed.attend(start, end, Height::Rows16, most, Some(ways)), &whole, &what);
