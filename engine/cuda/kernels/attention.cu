@@ -151,29 +151,48 @@ struct Copy {
         }
     }
 
+    // Where its piece of such a row goes.
+    static __device__ __forceinline__ u32 place(u32 to_row, u32 i) {
+        // The order of pieces is that of every eighth row.
+        if (STEP % 8 == 0 && STEP > 0) return in_panels<ROWS>(to_row + row_of(0), piece_of(0)) + i * STEP * 64;
+        return in_panels<ROWS>(to_row + row_of(i), piece_of(i));
+    }
+
     // The 64 keys from `key` on, or their values where `part` is that of values, into rows `to_row` and following; zeros
     // for those that nobody sees.
     static __device__ __forceinline__ void keys(bf16* to, u32 to_row, const bf16* part, const Work& work, u32 key) {
+        constexpr u32 COPIES = (TILE_KEYS * PIECES + THREADS - 1) / THREADS;
         const Arena& arena = work.arena;
-        u32 shift = static_cast<u32>(__ffs(static_cast<int>(arena.block_tokens)) - 1);
-        // All in one block, where they are adjacent; else the block is looked up for each row.
-        bool is_one = arena.block_tokens >= TILE_KEYS;
-        u32 first = min(max(key, work.range.begin), work.range.end - 1) >> shift;
-        const bf16* from = part + work.table[first] * arena.block_values;
-        from += ((blockIdx.y << shift) + (key & (arena.block_tokens - 1))) * D;
+        const Range& range = work.range;
+        u32 shift = static_cast<u32>(__ffs(static_cast<int>(arena.block_tokens)) - 1), slots = arena.block_tokens - 1;
+        if (arena.block_tokens >= TILE_KEYS) {
+            // All in one block, and those of adjacent threads are adjacent.
+            u32 block = work.table[min(max(key, range.begin), range.end - 1) >> shift];
+            const bf16* from = part + block * arena.block_values;
+            from += ((blockIdx.y << shift) + (key & slots)) * D + threadIdx.x * 8;
 #pragma unroll
-        for (u32 i = 0; i < (TILE_KEYS * PIECES + THREADS - 1) / THREADS; i++) {
-            u32 row = row_of(i), piece = piece_of(i), at = key + row;
-            if (TILE_KEYS * PIECES % THREADS != 0 && row >= TILE_KEYS) break;
-            bool is_inside = at >= work.range.begin && at < work.range.end;
-            const bf16* source = from + row * D + piece * 8;
-            if (!is_one) {
-                u32 block = work.table[is_inside ? at >> shift : first];
-                source = part + block * arena.block_values;
-                source += ((blockIdx.y << shift) + (at & (arena.block_tokens - 1))) * D + piece * 8;
+            for (u32 i = 0; i < COPIES; i++) {
+                if (is_past(i)) break;
+                bool is_inside = key + row_of(i) - range.begin < range.end - range.begin;
+                cp_async_16(to + place(to_row, i), from + i * THREADS * 8, is_inside);
             }
-            cp_async_16(to + in_panels<ROWS>(to_row + row, piece), source, is_inside);
+        } else {
+#pragma unroll
+            for (u32 i = 0; i < COPIES; i++) {
+                if (is_past(i)) break;
+                u32 at = key + row_of(i);
+                bool is_inside = at - range.begin < range.end - range.begin;
+                u32 block = work.table[(is_inside ? at : range.begin) >> shift];
+                const bf16* from = part + block * arena.block_values;
+                from += ((blockIdx.y << shift) + (at & slots)) * D + piece_of(i) * 8;
+                cp_async_16(to + place(to_row, i), from, is_inside);
+            }
         }
+    }
+
+    // Whether there are more threads than pieces of 64 rows.
+    static __device__ __forceinline__ bool is_past(u32 i) {
+        return TILE_KEYS * PIECES % THREADS != 0 && row_of(i) >= TILE_KEYS;
     }
 };
 
