@@ -253,7 +253,7 @@ async fn a_node_on_the_processor_is_not_paired_with_one_on_a_gpu() -> anyhow::Re
     let cluster = machine.cluster("--device cuda", "--device auto").await?;
     let view: Value = cluster.get("/debug/cluster").await?.json().await?;
     let nodes = view["nodes"].as_array().cloned().unwrap_or_default();
-    assert!(nodes.len() == 2 && nodes.iter().all(|node| node["arithmetic"] == "mma-k1024"), "{view}");
+    assert!(nodes.len() == 2 && nodes.iter().all(|node| node["arithmetic"] == "mma-k4096"), "{view}");
 
     let mut flags = words("--listen 127.0.0.1:0 --admin 127.0.0.1:0 --threads 1 --node-id stranger");
     flags.extend(words(&format!("--model {} --router {}", tiny_model()?.display(), cluster.router.url("grpc"))));
@@ -263,7 +263,7 @@ async fn a_node_on_the_processor_is_not_paired_with_one_on_a_gpu() -> anyhow::Re
     cluster.wait_until(LONG, "the node on the processor is refused", refused).await?;
     let said = told(stranger.log()).unwrap_or_default();
     assert!(
-        said.contains("computes in arithmetic") && said.contains("`mma-k1024`") && said.contains("--device"),
+        said.contains("computes in arithmetic") && said.contains("`mma-k4096`") && said.contains("--device"),
         "{said}"
     );
     assert_eq!(cluster.answer(request(20, 4)).await?.tokens.len(), 4, "the others go on");

@@ -16,9 +16,9 @@ pub enum Arithmetic {
     /// Products and attention in the order of AMX's bf16 tiles: groups of 32 `k`, of each an even and an odd chain.
     /// How weights become bf16: `ops/bf16_k32.rs`.
     Bf16K32,
-    /// CUDA: bf16 inputs, products in segments of 1,024 `k`, each a chain of `mma.m16n8k16` with f32 sums, segments
+    /// CUDA: bf16 inputs, products in segments of 4,096 `k`, each a chain of `mma.m16n8k16` with f32 sums, segments
     /// added in their order; attention in partitions of 512 keys, merged in theirs.
-    MmaK1024,
+    MmaK4096,
     /// No model: tokens are a hash of the KV.
     Simulated,
 }
@@ -30,7 +30,7 @@ impl Arithmetic {
             Self::F32 => "f32",
             Self::Bf16Dots => "bf16-dots",
             Self::Bf16K32 => "bf16-k32",
-            Self::MmaK1024 => "mma-k1024",
+            Self::MmaK4096 => "mma-k4096",
             Self::Simulated => "simulated",
         }
     }

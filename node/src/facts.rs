@@ -64,6 +64,7 @@ struct Cuda {
     /// The newest CUDA that the driver serves.
     driver: String,
     nvrtc: Found<String>,
+    cublaslt: Found<String>,
     cards: Vec<Card>,
 }
 
@@ -118,7 +119,12 @@ fn cuda() -> Result<Cuda, tandem_cuda::CudaError> {
         pci: device.pci_id,
         memory_bytes: device.memory_bytes,
     });
-    Ok(Cuda { driver, nvrtc: tandem_cuda::nvrtc_version().into(), cards: cards.collect() })
+    Ok(Cuda {
+        driver,
+        nvrtc: tandem_cuda::nvrtc_version().into(),
+        cublaslt: tandem_cuda::cublaslt_version().into(),
+        cards: cards.collect(),
+    })
 }
 
 impl<T, E: ToString> From<Result<T, E>> for Found<T> {

@@ -84,7 +84,8 @@ mod tests {
             memory_bytes: 1 << 37,
             unusable: (number % 2 == 1).then(|| format!("GPU {number} is too old")),
         };
-        let cuda = Cuda { driver: "13.0".into(), nvrtc, cards: cards.iter().map(card).collect() };
+        let cublaslt = missing("not asked");
+        let cuda = Cuda { driver: "13.0".into(), nvrtc, cublaslt, cards: cards.iter().map(card).collect() };
         Found::There(NodeFacts {
             threads: 2,
             memory_bytes: None,

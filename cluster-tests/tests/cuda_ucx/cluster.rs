@@ -113,7 +113,7 @@ async fn nodes_on_gpus_and_on_processors_refuse_each_other_with_words() -> anyho
         let told = || stranger.log().lines().find(|line| line.contains("no router, trying again")).map(str::to_owned);
         cluster.wait_until(LONG, "the stranger is refused", async |_: &Cluster| told().is_some()).await?;
         let said = told().unwrap_or_default();
-        assert!(["computes in arithmetic", "`mma-k1024`", "--device"].iter().all(|word| said.contains(word)), "{said}");
+        assert!(["computes in arithmetic", "`mma-k4096`", "--device"].iter().all(|word| said.contains(word)), "{said}");
         let view: Value = cluster.get("/debug/cluster").await?.json().await?;
         let nodes = view["nodes"].as_array().cloned().unwrap_or_default();
         assert!(nodes.len() == 2 && nodes.iter().all(|node| node["kv_order"] == order), "{view}");

@@ -1,10 +1,10 @@
 //! Compiles the emulated driver, and the kernels for the host, with the C++ compiler that the `cc` crate finds.
 //!
 //! Made in `OUT_DIR/emulator`: `libcuda.so.1` (runtime and driver), `libcuda.so` (an empty library that takes the name
-//! which cudarc tries first), `libnvrtc.so.13`, `libnvidia-ml.so.1`, and the kernels: `libkernels.so` (the product's),
-//! `libplanted.so` (wrong ones, for tests), each a second time `-checked`. An object is compiled again when its source,
-//! a header or the command has changed. Without a compiler, or on another platform, nothing is made, the reason is
-//! printed, and `install()` says it.
+//! which cudarc tries first), `libnvrtc.so.13` and `libcublasLt.so.13` (with such names as well), `libnvidia-ml.so.1`,
+//! and the kernels: `libkernels.so` (the product's), `libplanted.so` (wrong ones, for tests), each a second time
+//! `-checked`. An object is compiled again when its source, a header or the command has changed. Without a compiler, or
+//! on another platform, nothing is made, the reason is printed, and `install()` says it.
 #![allow(clippy::disallowed_methods, reason = "cargo tells a build script by its environment")]
 
 use std::fs;
@@ -46,7 +46,8 @@ fn build() -> Result<PathBuf, Absent> {
     }
     fs::create_dir_all(&build.out).expect("a folder in OUT_DIR");
     build.driver();
-    build.nvrtc();
+    build.beside_driver("libnvrtc", "nvrtc.cpp");
+    build.beside_driver("libcublasLt", "cublaslt.cpp");
     build.management();
     for (name, sources) in [("kernels", "../kernels"), ("planted", "tests")] {
         let sources = files(sources, "cu");
@@ -98,7 +99,8 @@ fn is_x86_64_v3() -> bool {
 impl Build {
     fn driver(&self) {
         let mut sources = files("runtime", "cpp");
-        sources.extend(files("driver", "cpp").into_iter().filter(|path| !is_one_of(path, &["nvrtc", "nvml"])));
+        sources
+            .extend(files("driver", "cpp").into_iter().filter(|path| !is_one_of(path, &["nvrtc", "nvml", "cublaslt"])));
         let objects = self.objects("libcuda", &sources, &["-O2"]);
         self.link("libcuda.so.1", &objects, &["-Wl,-soname,libcuda.so.1", "-ldl", "-lpthread"]);
         // A machine with a card may have a link of this name; look-ups in this library go on to its dependency.
@@ -109,16 +111,13 @@ impl Build {
         );
     }
 
-    fn nvrtc(&self) {
-        let objects = self.objects("libnvrtc", &[PathBuf::from("driver/nvrtc.cpp")], &["-O1"]);
-        let driver = self.path("libcuda.so.1");
-        self.link("libnvrtc.so.13", &objects, &["-Wl,-soname,libnvrtc.so.13", &driver, "-Wl,-rpath,$ORIGIN"]);
-        let library = self.path("libnvrtc.so.13");
-        self.link(
-            "libnvrtc.so",
-            &[],
-            &["-Wl,-soname,libnvrtc.so", "-Wl,--no-as-needed", &library, "-Wl,-rpath,$ORIGIN"],
-        );
+    /// A library of CUDA 13 that asks the driver for what is its own, and the name that cudarc tries first.
+    fn beside_driver(&self, name: &str, source: &str) {
+        let objects = self.objects(name, &[Path::new("driver").join(source)], &["-O1"]);
+        let (driver, versioned, plain) = (self.path("libcuda.so.1"), format!("{name}.so.13"), format!("{name}.so"));
+        self.link(&versioned, &objects, &[&format!("-Wl,-soname,{versioned}"), &driver, "-Wl,-rpath,$ORIGIN"]);
+        let (soname, library) = (format!("-Wl,-soname,{plain}"), self.path(&versioned));
+        self.link(&plain, &[], &[&soname, "-Wl,--no-as-needed", &library, "-Wl,-rpath,$ORIGIN"]);
     }
 
     fn management(&self) {

@@ -664,39 +664,41 @@ __device__ __forceinline__ void merge_partitions(bf16* out, float* memory, const
     }
 }
 
-#define ATTENTION_ARGS                                                                                       \
-    bf16 *out, const bf16 *queries, const bf16 *keys, u64 block_values, u32 part_values, u32 block_tokens,   \
-        const u32 *tables, u32 table_blocks, const Tile *tiles, u32 group, u32 window, float scale, float *memory, \
-        u32 partitions, u32 tile_tokens
+#define ATTENTION_ARGS                                                                                         \
+    bf16 *out, const bf16 *queries, const bf16 *keys, u64 block_values, u32 part_values, u32 block_tokens,     \
+        const u32 *tables, u32 table_blocks, const Tile *tiles, u32 group, u32 window, float scale,            \
+        float *memory, u32 partitions, u32 tile_tokens
 
-#define WORK(AT)                                                                                             \
-    Tile tile = tiles[AT];                                                                                   \
-    if (tile.tokens == 0) return;                                                                            \
-    const u32* table = tables + static_cast<u64>(tile.table) * table_blocks;                                 \
-    Work work{out,   queries, Arena{keys, block_values, part_values, block_tokens}, table, tile, visible(tile, window), \
-              group, window,  scale};                                                                        \
+// Of the tile AT; where it is none there is nothing to do.
+#define FIND_WORK(AT)                                                                                          \
+    follow_launches_before();                                                                                  \
+    Tile tile = tiles[AT];                                                                                     \
+    if (tile.tokens == 0) return;                                                                              \
+    Arena arena{keys, block_values, part_values, block_tokens};                                                \
+    const u32* table = tables + static_cast<u64>(tile.table) * table_blocks;                                   \
+    Work work{out, queries, arena, table, tile, visible(tile, window), group, window, scale};                  \
     DYNAMIC_SHARED(bf16, shared)
 
-#define DECODE(NAME, D)                                                                          \
-    extern "C" __global__ void __launch_bounds__(Decode<D>::THREADS, 3) NAME(ATTENTION_ARGS) {   \
-        __shared__ Decode<D>::Exchange exchange;                                                 \
-        WORK(blockIdx.x);                                                                        \
-        Partials partials(memory, D, partitions, tile_tokens * group);                           \
-        Decode<D>::run(shared, exchange, work, partials, memory != nullptr);                    \
+#define DECODE(NAME, D)                                                                                        \
+    extern "C" __global__ void __launch_bounds__(Decode<D>::THREADS, 3) NAME(ATTENTION_ARGS) {                 \
+        __shared__ Decode<D>::Exchange exchange;                                                               \
+        FIND_WORK(blockIdx.x);                                                                                 \
+        Partials partials(memory, D, partitions, tile_tokens * group);                                         \
+        Decode<D>::run(shared, exchange, work, partials, memory != nullptr);                                   \
     }
 
-// The tiles of a chunk's end go first: they are the longest.
-#define PROMPT(NAME, D)                                                                          \
-    extern "C" __global__ void __launch_bounds__(Prompt<D>::THREADS, 1) NAME(ATTENTION_ARGS) {   \
-        WORK(gridDim.x - 1 - blockIdx.x);                                                        \
-        /* The same for all lanes, as the compiler can see. */                                   \
-        u32 warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0);                                \
-        Prompt<D>(shared, work, warp * 16).run();                                  \
+// The tiles of a chunk's end see most keys, and go first. The warp's number comes by a shuffle so that the compiler can
+// see that it is the same for all lanes.
+#define PROMPT(NAME, D)                                                                                        \
+    extern "C" __global__ void __launch_bounds__(Prompt<D>::THREADS, 1) NAME(ATTENTION_ARGS) {                 \
+        FIND_WORK(gridDim.x - 1 - blockIdx.x);                                                                 \
+        Prompt<D>(shared, work, __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0) * 16).run();                     \
     }
 
 #define MERGE(NAME, D)                                                                                                \
     extern "C" __global__ void __launch_bounds__(Decode<D>::THREADS)                                                  \
         NAME(bf16* out, float* partials, const Tile* tiles, u32 group, u32 window, u32 partitions, u32 tile_tokens) { \
+        follow_launches_before();                                                                                     \
         merge_partitions<D>(out, partials, tiles, group, window, partitions, tile_tokens);                            \
     }
 

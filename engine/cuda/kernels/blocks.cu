@@ -156,6 +156,7 @@ struct Piece {
 // digests[i] = XXH3-64 of pieces[i].
 extern "C" __global__ void __launch_bounds__(128)
     xxh3_pieces(u64* digests, const u8* memory, const Piece* pieces, u32 count) {
+    follow_launches_before();
     u32 index = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
     if (index >= count) return;
     Piece piece = pieces[index];
@@ -172,6 +173,7 @@ TANDEM_KERNEL(xxh3_pieces)
 
 // memory[pair.y] = memory[pair.x], blocks of `words` times 16 bytes; grid (pairs, shares).
 extern "C" __global__ void __launch_bounds__(256) copy_blocks(uint4* memory, const uint2* pairs, u64 words) {
+    follow_launches_before();
     uint2 pair = pairs[blockIdx.x];
     const uint4* from = memory + pair.x * words;
     uint4* to = memory + pair.y * words;

@@ -269,6 +269,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     choose(Outcome* outcomes, const Choice* choices, const float* logits, const u32* unsound, u32 logits_rows,
            u32 vocabulary, u32 rows) {
     __shared__ Scratch scratch;
+    follow_launches_before();
     Choice choice = choices[blockIdx.x];
     u64 found = 0;
     for (u32 i = threadIdx.x; i < choice.rows; i += blockDim.x)

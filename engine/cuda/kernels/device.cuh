@@ -29,6 +29,30 @@ constexpr u32 WARP = 32;
 constexpr u32 ALL_LANES = 0xffffffffu;
 #define NEGATIVE_INFINITY __uint_as_float(0xff800000u)
 
+// ------------------------------------------------------------------------------------------ one launch behind another
+// On cards from Hopper on a launch of a stream may begin before the one before has ended (programmatic dependent
+// launch, src/module.rs): every kernel waits here before it reads what other launches write, and before it writes. On
+// older cards, and under emulation, launches begin when the one before has ended.
+
+__device__ __forceinline__ void wait_for_launches_before() {
+#if !defined(TANDEM_EMULATE) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;\n" ::: "memory");
+#endif
+}
+
+// The next launch may begin as soon as all blocks of this one have come here, or have ended.
+__device__ __forceinline__ void let_launches_behind_begin() {
+#if !defined(TANDEM_EMULATE) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
+
+// How most kernels begin.
+__device__ __forceinline__ void follow_launches_before() {
+    wait_for_launches_before();
+    let_launches_behind_begin();
+}
+
 // ---------------------------------------------------------------------------------------------------------- bfloat16
 
 // A bfloat16 as it lies in memory: the upper half of an f32.

@@ -13,6 +13,7 @@ extern "C" __global__ void __launch_bounds__(128)
     qkv_to_cache(const float* qkv, bf16* queries, bf16* arena, u64 block_values, u32 part_values, u32 block_tokens,
                  const float* bias, const float* head_norm, float eps, const float2* rotations, const u32* positions,
                  const uint2* places, u32 heads, u32 kv_heads, u32 head_dim) {
+    follow_launches_before();
     u32 row = blockIdx.x, lane = threadIdx.x % WARP;
     u32 head = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP;
     u32 all_heads = heads + 2 * kv_heads, pairs = head_dim / 2;

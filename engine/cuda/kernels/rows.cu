@@ -19,6 +19,7 @@ struct Outcome {
 extern "C" __global__ void __launch_bounds__(256)
     embed(float* hidden, const bf16* table, const u32* tokens, const u32* from, const Outcome* chosen, u32 choices,
           u32 width, u32 vocabulary) {
+    follow_launches_before();
     u32 row = blockIdx.x;
     u32 token = tokens[row];
     if (from != nullptr && from[row] != 0xffffffffu) token = from[row] < choices ? chosen[from[row]].token : 0;
@@ -39,6 +40,7 @@ TANDEM_KERNEL(embed)
 extern "C" __global__ void __launch_bounds__(256) rms_norm(bf16* out, const float* hidden, const float* weight,
                                                            const u32* of, u32 hidden_rows, u32 width, float eps) {
     __shared__ float parts[8];
+    follow_launches_before();
     u32 row = of == nullptr ? blockIdx.x : of[blockIdx.x];
     if (row >= hidden_rows) row = hidden_rows - 1;
     const float4* source = reinterpret_cast<const float4*>(hidden + static_cast<u64>(row) * width);
@@ -70,6 +72,7 @@ __device__ __forceinline__ bool is_finite(float value) { return (__float_as_uint
 // unsound[row] = one of the row's values is not finite.
 extern "C" __global__ void __launch_bounds__(256) check_rows(u32* unsound, const float* hidden, u32 width) {
     __shared__ u32 parts[8];
+    follow_launches_before();
     const float4* source = reinterpret_cast<const float4*>(hidden + static_cast<u64>(blockIdx.x) * width);
     u32 found = 0;
     for (u32 i = threadIdx.x; i < width / 4; i += blockDim.x) {

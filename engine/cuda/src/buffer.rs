@@ -58,8 +58,10 @@ impl Buffer {
     /// As [`Buffer::new`].
     pub fn holding<T: Copy>(context: &Arc<Context>, what: &'static str, values: &[T]) -> Result<Self, CudaError> {
         let buffer = Self::new(context, what, size_of_val(values))?;
-        // SAFETY: the buffer is as long as the values, which the call has copied when it returns.
+        // SAFETY: the buffer is as long as the values, which the call has read when it returns.
         unsafe { driver::cuMemcpyHtoD_v2(buffer.address, values.as_ptr().cast(), size_of_val(values)) }?;
+        // They may still be on their way from the driver's own memory, which streams do not wait for: seen on a card.
+        context.synchronize()?;
         Ok(buffer)
     }
 

@@ -1,13 +1,14 @@
-//! The functions of the driver and of its compiler that the owners call, looked up by name at first use. Types and the
-//! libraries' names are cudarc's. Its functions are not called: they give statuses as values of an `enum`, for which
-//! a number that this version does not know would be undefined behaviour, and newer drivers have such numbers. Here a
-//! status is the integer that it is. A function that a driver lacks is an error, where cudarc panics.
+//! The functions of the driver, of its compiler and of cuBLASLt that the owners call, looked up by name at first use.
+//! Types and the libraries' names are cudarc's. Its functions are not called: they give statuses as values of an
+//! `enum`, for which a number that this version does not know would be undefined behaviour, and newer drivers have such
+//! numbers. Here a status is the integer that it is. A function that a driver lacks is an error, where cudarc panics.
 //!
 //! Whoever calls has asked before whether the library is there: [`crate::device::driver`],
-//! [`crate::nvrtc::nvrtc_version`].
+//! [`crate::nvrtc::nvrtc_version`], [`crate::cublaslt::cublaslt_version`].
 use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 use std::ptr;
 
+use cudarc::cublaslt::sys as lt;
 use cudarc::driver::sys as cuda;
 use cudarc::nvrtc::sys as nvrtc;
 
@@ -75,13 +76,13 @@ functions! {
     fn cuModuleUnload(module: cuda::CUmodule);
     fn cuFuncSetAttribute(function: cuda::CUfunction, attribute: cuda::CUfunction_attribute, value: c_int);
     fn cuFuncGetParamInfo(function: cuda::CUfunction, index: usize, offset: *mut usize, bytes: *mut usize);
-    fn cuLaunchKernel(
-        function: cuda::CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint,
-        block_z: c_uint, shared_bytes: c_uint, stream: cuda::CUstream, arguments: *mut *mut c_void,
+    fn cuLaunchKernelEx(
+        config: *const cuda::CUlaunchConfig, function: cuda::CUfunction, arguments: *mut *mut c_void,
         more: *mut *mut c_void,
     );
     fn cuStreamCreate(stream: *mut cuda::CUstream, flags: c_uint);
     fn cuStreamSynchronize(stream: cuda::CUstream);
+    fn cuStreamQuery(stream: cuda::CUstream);
     fn cuStreamWaitEvent(stream: cuda::CUstream, event: cuda::CUevent, flags: c_uint);
     fn cuStreamDestroy_v2(stream: cuda::CUstream);
     fn cuEventCreate(event: *mut cuda::CUevent, flags: c_uint);
@@ -113,6 +114,65 @@ functions! {
     fn nvrtcDestroyProgram(program: *mut nvrtc::nvrtcProgram);
 }
 
+functions! {
+    lt::culib;
+    fn cublasLtCreate(handle: *mut lt::cublasLtHandle_t);
+    fn cublasLtDestroy(handle: lt::cublasLtHandle_t);
+    fn cublasLtMatmulDescCreate(
+        descriptor: *mut lt::cublasLtMatmulDesc_t, compute: lt::cublasComputeType_t, scale: lt::cudaDataType,
+    );
+    fn cublasLtMatmulDescSetAttribute(
+        descriptor: lt::cublasLtMatmulDesc_t, attribute: lt::cublasLtMatmulDescAttributes_t, value: *const c_void,
+        bytes: usize,
+    );
+    fn cublasLtMatmulDescDestroy(descriptor: lt::cublasLtMatmulDesc_t);
+    fn cublasLtMatrixLayoutCreate(
+        layout: *mut lt::cublasLtMatrixLayout_t, kind: lt::cudaDataType, rows: u64, columns: u64, stride: i64,
+    );
+    fn cublasLtMatrixLayoutDestroy(layout: lt::cublasLtMatrixLayout_t);
+    fn cublasLtMatmulPreferenceCreate(preference: *mut lt::cublasLtMatmulPreference_t);
+    fn cublasLtMatmulPreferenceSetAttribute(
+        preference: lt::cublasLtMatmulPreference_t, attribute: lt::cublasLtMatmulPreferenceAttributes_t,
+        value: *const c_void, bytes: usize,
+    );
+    fn cublasLtMatmulPreferenceDestroy(preference: lt::cublasLtMatmulPreference_t);
+    fn cublasLtMatmulAlgoGetHeuristic(
+        handle: lt::cublasLtHandle_t, descriptor: lt::cublasLtMatmulDesc_t, a: lt::cublasLtMatrixLayout_t,
+        b: lt::cublasLtMatrixLayout_t, c: lt::cublasLtMatrixLayout_t, d: lt::cublasLtMatrixLayout_t,
+        preference: lt::cublasLtMatmulPreference_t, asked: c_int, results: *mut HeuristicResult, count: *mut c_int,
+    );
+    fn cublasLtMatmulAlgoConfigGetAttribute(
+        algorithm: *const lt::cublasLtMatmulAlgo_t, attribute: lt::cublasLtMatmulAlgoConfigAttributes_t,
+        value: *mut c_void, bytes: usize, written: *mut usize,
+    );
+    fn cublasLtMatmul(
+        handle: lt::cublasLtHandle_t, descriptor: lt::cublasLtMatmulDesc_t, alpha: *const c_void, a: *const c_void,
+        a_layout: lt::cublasLtMatrixLayout_t, b: *const c_void, b_layout: lt::cublasLtMatrixLayout_t,
+        beta: *const c_void, c: *const c_void, c_layout: lt::cublasLtMatrixLayout_t, d: *mut c_void,
+        d_layout: lt::cublasLtMatrixLayout_t, algorithm: *const lt::cublasLtMatmulAlgo_t, workspace: *mut c_void,
+        workspace_bytes: usize, stream: cuda::CUstream,
+    );
+}
+
+/// `cublasLtGetVersion`, which answers its number and no status: major * 10,000 + minor * 100 + patch since version 12.
+/// `None`: the library has no such function.
+pub(crate) unsafe fn cublas_lt_version() -> Option<usize> {
+    type Function = unsafe extern "C" fn() -> usize;
+    // SAFETY: the library's function of this name has no parameters, by its header.
+    unsafe { lt::culib().get::<Function>(b"cublasLtGetVersion").ok().map(|function| function()) }
+}
+
+/// `cublasLtMatmulHeuristicResult_t`, with the status as the integer that it is.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct HeuristicResult {
+    pub algorithm: lt::cublasLtMatmulAlgo_t,
+    pub workspace_bytes: usize,
+    pub state: c_uint,
+    pub waves: f32,
+    pub reserved: [c_int; 4],
+}
+
 impl Status {
     pub const SUCCESS: Self = Self(0);
     pub const OUT_OF_MEMORY: Self = Self(2);
@@ -120,6 +180,8 @@ impl Status {
     pub const NOT_FOUND: Self = Self(500);
     /// NVRTC's: it does not find what it is made of.
     pub const NVRTC_BUILTIN_OPERATION_FAILURE: Self = Self(7);
+    /// cuBLASLt's: it has no way to compute this.
+    pub const CUBLAS_NOT_SUPPORTED: Self = Self(15);
 
     /// Whether the context does not survive it. The driver's reference says of such statuses that they leave the
     /// process "in an inconsistent state": all further work answers the same, until it is launched again.

@@ -43,6 +43,14 @@ pub enum CudaError {
         /// The driver's sentence about it.
         meaning: String,
     },
+    /// cuBLASLt refused a call; what was queued before is as it was.
+    #[error("{call} failed with {status} of cuBLASLt")]
+    CublasLt {
+        /// The library's function.
+        call: &'static str,
+        /// The status by name.
+        status: String,
+    },
     /// Kernels cannot be compiled or loaded.
     #[error("{0}")]
     Kernels(String),

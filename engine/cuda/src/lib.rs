@@ -10,8 +10,8 @@
 //! - `weights` and `plan`: a model's tensors, and where they lie; [`memory`]: the KV arena.
 //! - [`kernels`]: launches as checked values; [`compile`] and [`loaded`]: their texts, compiled and loaded.
 //! - Owners over the driver, each of one kind of thing: [`device`], [`context`], [`stream`] (and events), [`buffer`],
-//!   [`pinned`], [`module`], [`graph`]. They call the functions of `driver`; every status is a [`CudaError`]; dropping
-//!   an owner frees and never panics.
+//!   [`pinned`], [`module`], [`graph`], and [`cublaslt`] over NVIDIA's library of products. They call the functions of
+//!   `driver`; every status is a [`CudaError`]; dropping an owner frees and never panics.
 //!
 //! # What holds
 //!
@@ -20,11 +20,12 @@
 //! - **Nothing is allocated in a step**: weights, arena, workspace and graphs are there when the executor is, and fit,
 //!   or loading has said the numbers.
 //! - **A row's bits** depend on its sequence alone: whether graph or single launches compute it, in which batch, chunk
-//!   or bucket ([`Arithmetic::MmaK1024`](tandem_engine::Arithmetic)).
+//!   or bucket ([`Arithmetic::MmaK4096`](tandem_engine::Arithmetic)).
 //! - **A lost device** is [`CudaError::Lost`], and `EngineError::DeviceLost` for the engine, which stops.
 pub mod buffer;
 pub mod compile;
 pub mod context;
+pub mod cublaslt;
 pub mod device;
 mod driver;
 pub mod error;
@@ -33,6 +34,7 @@ mod flight;
 pub mod graph;
 mod inputs;
 pub mod kernels;
+mod large;
 pub mod loaded;
 pub mod loader;
 pub mod memory;
@@ -49,6 +51,7 @@ mod workspace;
 
 pub use buffer::Buffer;
 pub use context::Context;
+pub use cublaslt::cublaslt_version;
 pub use device::Device;
 pub use error::CudaError;
 pub use executor::CudaExecutor;

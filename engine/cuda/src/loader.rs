@@ -11,6 +11,7 @@ use tandem_proto::{BLOCK_TOKENS, DEFAULT_BLOCK_TOKENS};
 use crate::buffer::Buffer;
 use crate::compile;
 use crate::context::Context;
+use crate::cublaslt::{self, Lt, cublaslt_version};
 use crate::device::Device;
 use crate::error::{CudaError, gib};
 use crate::executor::CudaExecutor;
@@ -46,6 +47,8 @@ pub struct CudaConfig {
     pub max_running: usize,
     /// Where compiled kernels are.
     pub kernels: compile::Folders,
+    /// Products of many rows are cuBLASLt's where it is on the machine. Our own kernels give the same bits.
+    pub library: bool,
 }
 
 impl Default for CudaConfig {
@@ -59,6 +62,7 @@ impl Default for CudaConfig {
             max_step_tokens: 512,
             max_running: 64,
             kernels: compile::Folders::of_environment(),
+            library: true,
         }
     }
 }
@@ -101,6 +105,7 @@ impl CudaLoader {
             table_blocks: positions.div_ceil(block_tokens),
             positions,
             multiprocessors: device.multiprocessors as usize,
+            library: config.library && cublaslt_version().is_ok(),
         };
         let plan = WeightPlan::new(checkpoint.config(), positions);
         let work = WorkspacePlan::new(checkpoint.config(), &limits);
@@ -173,6 +178,7 @@ impl CudaLoader {
         );
         context.bind().map_err(cannot)?;
         let kernels = Kernels::load(&context, &config.kernels).map_err(cannot)?;
+        let library = if limits.library { Lt::open(&context).map_err(cannot)? } else { None };
         let weights =
             weights::load(&context, checkpoint.weights(), &network, &plan, limits.positions).map_err(at_load)?;
         let memory = CudaMemory::new(&context, &kernels, blocks * block_bytes, spare).map_err(cannot)?;
@@ -180,7 +186,7 @@ impl CudaLoader {
         let spec = spec_of(checkpoint.digest()?, &network, &config, block_bytes, blocks);
         let block_tokens = config.block_tokens;
         let network =
-            Network { config: network, limits, kernels, weights, plan, memory, block_tokens, workspace, work };
+            Network { config: network, limits, kernels, library, weights, plan, memory, block_tokens, workspace, work };
         let executor = CudaExecutor::new(&context, spec, network).map_err(cannot)?;
         tracing::info!(model = executor_name(&executor), device = %context.device(), "model loaded");
         Ok(executor)
@@ -188,7 +194,9 @@ impl CudaLoader {
 
     /// Weights, workspace, and the blocks of spare rows.
     fn beside_blocks(&self) -> u64 {
-        (self.plan.bytes as u64).saturating_add(self.work.bytes as u64).saturating_add(self.spare_bytes())
+        let library = if self.limits.library { cublaslt::WORKSPACE_BYTES as u64 } else { 0 };
+        let planned = (self.plan.bytes as u64).saturating_add(self.work.bytes as u64);
+        planned.saturating_add(self.spare_bytes()).saturating_add(library)
     }
 
     fn spare_bytes(&self) -> u64 {
@@ -259,7 +267,7 @@ fn spec_of(
         total_blocks,
         kv_dtype: KvDtype::Bf16,
         kv_order: KvOrder::Bf16Tokens,
-        arithmetic: Arithmetic::MmaK1024,
+        arithmetic: Arithmetic::MmaK4096,
         layers: model.layers,
         kv_heads: model.kv_heads,
         head_dim: model.head_dim,

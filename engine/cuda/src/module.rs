@@ -14,6 +14,9 @@ use crate::stream::Stream;
 /// Dynamic shared memory above this is given to kernels that ask for it.
 const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
 
+/// The first cards on which a launch may begin before the one before has ended.
+const HOPPER: (i32, i32) = (9, 0);
+
 /// A compiled image in a context.
 #[derive(Debug)]
 pub struct Module {
@@ -55,8 +58,8 @@ impl Module {
                 false => failure.into(),
             },
         )?;
-        let function = Function { module: Arc::clone(self), handle, name, parameters: parameters(handle) };
-        Ok(function)
+        let begins_early = self.context.device().capability >= HOPPER;
+        Ok(Function { module: Arc::clone(self), handle, name, parameters: parameters(handle), begins_early })
     }
 }
 
@@ -77,6 +80,8 @@ pub struct Function {
     name: &'static str,
     /// Bytes of each parameter.
     parameters: Vec<usize>,
+    /// Its launches may begin before those before them in their stream have ended.
+    begins_early: bool,
 }
 
 // SAFETY: a function belongs to its module, and is launched by calls that any thread may make.
@@ -127,11 +132,27 @@ impl Function {
             *pointer = (&raw mut *value).cast();
         }
         let &Launch { grid: [x, y, z], block, shared_bytes, .. } = launch;
-        let (params, none) = (pointers.as_mut_ptr(), std::ptr::null_mut());
-        let (function, stream) = (self.handle, stream.handle());
+        // Kernels wait by themselves for the launches before (`wait_for_launches_before` in `device.cuh`).
+        let mut early = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
+            blockDimX: block,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shared_bytes,
+            hStream: stream.handle(),
+            attrs: &raw mut early,
+            numAttrs: u32::from(self.begins_early),
+        };
         // SAFETY: the function is loaded; each argument is a readable value of the size that the kernel says, which the
         // driver copies before it returns; what they point to is the caller's promise.
-        unsafe { driver::cuLaunchKernel(function, x, y, z, block, 1, 1, shared_bytes, stream, params, none) }
+        unsafe { driver::cuLaunchKernelEx(&config, self.handle, pointers.as_mut_ptr(), std::ptr::null_mut()) }
             .map_err(CudaError::from)
     }
 }

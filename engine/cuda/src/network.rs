@@ -5,14 +5,16 @@ use std::sync::Arc;
 use tandem_engine::models::config::LlamaConfig;
 
 use crate::buffer::Buffer;
+use crate::cublaslt::Lt;
 use crate::error::CudaError;
 use crate::inputs::Frame;
 use crate::kernels::attention::{self, Attention, Height, Split};
 use crate::kernels::choose::{self, Choice, Choose, Outcome};
-use crate::kernels::launch::{Launch, Mem, Refused};
+use crate::kernels::launch::{Launch, Mem, Refused, part};
 use crate::kernels::product::{self, Output, Product};
 use crate::kernels::qkv::{Arena, QkvToCache, qkv_to_cache};
 use crate::kernels::rows::{CheckRows, Embed, Last, RmsNorm, check_rows, embed, rms_norm};
+use crate::large::{FEW_ROWS, Large};
 use crate::loaded::Kernels;
 use crate::memory::CudaMemory;
 use crate::plan::{LayerPlan, Span, WeightPlan};
@@ -24,6 +26,8 @@ pub(crate) struct Network {
     pub config: LlamaConfig,
     pub limits: StepLimits,
     pub kernels: Arc<Kernels>,
+    /// For products of many rows, where it is on the machine.
+    pub library: Option<Lt>,
     pub weights: Buffer,
     pub plan: WeightPlan,
     pub memory: Arc<CudaMemory>,
@@ -113,6 +117,23 @@ impl Network {
         )
     }
 
+    /// Queues a layer's products and the head's over whatever is in the workspace, so that the library has loaded what a
+    /// graph of so many rows records.
+    pub fn load_products(&self, stream: &Stream, rows: usize) -> Result<(), CudaError> {
+        let LlamaConfig { hidden, feed_forward, .. } = self.config;
+        let (work, Some(layer)) = (&self.work, self.plan.layers.first()) else { return Ok(()) };
+        if self.library.is_none() || rows <= FEW_ROWS {
+            return Ok(());
+        }
+        let add = Output::Add(self.at(work.hidden));
+        self.multiply(stream, rows, work.normed, layer.qkv, hidden, Output::Store(self.at(work.qkv)))?;
+        self.multiply(stream, rows, work.attended, layer.attention_out, self.config.attended_width(), add)?;
+        self.multiply(stream, rows, work.normed, layer.gate_up, hidden, Output::SwiGlu(self.at(work.activated)))?;
+        self.multiply(stream, rows, work.activated, layer.down, feed_forward, add)?;
+        self.multiply(stream, rows, work.last, self.plan.head, hidden, Output::Store(self.at(work.logits)))?;
+        stream.synchronize()
+    }
+
     fn attend(
         &self,
         stream: &Stream,
@@ -190,10 +211,18 @@ impl Network {
     ) -> Result<(), CudaError> {
         let n = weight.bytes / (2 * k.max(1));
         let one = Product { output, x: self.at(x), weight: self.weight(weight), rows, n, k };
-        if !product::Split::pays(rows, n, k) {
-            return self.queue(stream, product::product(&one));
+        let (scratch, multiprocessors) = (self.at(self.work.segments), self.limits.multiprocessors);
+        if let Some(lt) = self.library.as_ref().filter(|_| rows > FEW_ROWS) {
+            let large = Large { lt, stream, product: one, scratch };
+            // SAFETY: as in `queue` below; the library's workspace is used by this stream alone.
+            if unsafe { large.queue(|launch| self.queue(stream, launch)) }? {
+                return Ok(());
+            }
         }
-        match product::product_split(&one, self.at(self.work.segments)) {
+        if !product::Split::pays(rows, n, k, multiprocessors) {
+            return self.queue(stream, product::product(&one, multiprocessors));
+        }
+        match product::product_split(&one, scratch, multiprocessors) {
             Ok(launches) => launches.into_iter().try_for_each(|launch| self.queue(stream, Ok(launch))),
             Err(refused) => self.queue(stream, Err(refused)),
         }
@@ -248,8 +277,4 @@ impl Network {
         // against the same limits that the launch was made with.
         unsafe { self.kernels.launch(stream, launch) }
     }
-}
-
-fn part(mem: Mem, at: usize, bytes: usize) -> Mem {
-    Mem::new(mem.address + at as u64, bytes.min(mem.bytes.saturating_sub(at)))
 }

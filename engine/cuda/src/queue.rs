@@ -65,6 +65,7 @@ impl Queue {
     fn capture(&self, bucket: usize) -> Result<Graph, CudaError> {
         let frame = Frame::bucket(bucket);
         let turn = Turn { first_logits: 0, logits: bucket, first_choice: 0, choices: bucket };
+        self.network.load_products(&self.stream, bucket)?;
         Graph::capture(&self.stream, || {
             self.network.layers(&self.stream, &frame, &mut |_| Ok(()))?;
             self.network.choose(&self.stream, &frame, &turn)

@@ -6,6 +6,7 @@ use crate::inputs::Frame;
 use crate::kernels::attention::{PARTITION, Split};
 use crate::kernels::choose::Outcome;
 use crate::kernels::product;
+use crate::large;
 use crate::plan::{Span, Spans};
 
 /// Rows of logits that are computed at a time: more choose in several turns.
@@ -30,6 +31,8 @@ pub(crate) struct StepLimits {
     pub positions: usize,
     /// Multiprocessors of the device: see [`split_of`].
     pub multiprocessors: usize,
+    /// cuBLASLt is there for products of many rows.
+    pub library: bool,
 }
 
 /// Where everything lies.
@@ -61,7 +64,7 @@ pub(crate) struct WorkspacePlan {
     pub logits: Span,
     /// Of partitions side by side.
     pub partials: Span,
-    /// Of a product whose segments are computed side by side.
+    /// Of a product whose segments are computed side by side, or by the library.
     pub segments: Span,
     /// Of the whole allocation.
     pub bytes: usize,
@@ -76,11 +79,7 @@ impl WorkspacePlan {
         let partials =
             partials.map(|(tiles, (partitions, _))| Split::bytes(tiles, config.heads, 1, partitions, config.head_dim));
         let partials = partials.max().unwrap_or(0);
-        let segments = products(config).into_iter().filter_map(|(n, k)| {
-            let most = (1..=rows).rev().find(|&rows| product::Split::pays(rows, n, k))?;
-            Some(product::Split::bytes(most, n, k))
-        });
-        let segments = segments.max().unwrap_or(0);
+        let segments = products(config).into_iter().map(|(n, k)| scratch_of(limits, n, k)).max().unwrap_or(0);
         Self {
             inputs: spans.take(&[Frame::most_bytes(rows)], 1),
             outcomes: spans.take(&[rows], size_of::<Outcome>()),
@@ -99,6 +98,13 @@ impl WorkspacePlan {
             bytes: spans.bytes(),
         }
     }
+}
+
+/// Bytes for results of a product that are not where they belong yet: of segments side by side, or of the library.
+fn scratch_of(limits: &StepLimits, n: usize, k: usize) -> usize {
+    let most = (1..=limits.rows).rev().find(|&rows| product::Split::pays(rows, n, k, limits.multiprocessors));
+    let split = most.map_or(0, |rows| product::Split::bytes(rows, n, k));
+    split.max(if limits.library { large::scratch_bytes(limits.rows, n) } else { 0 })
 }
 
 /// `n` and `k` of a step's products.

@@ -81,7 +81,7 @@ fn the_spec_is_the_processors_but_for_what_the_device_computes() {
     let (cuda, cpu) = (cuda.spec().clone(), cpu.spec().clone());
     assert_eq!(
         (cuda.arithmetic, cuda.kv_order, cuda.kv_dtype),
-        (Arithmetic::MmaK1024, KvOrder::Bf16Tokens, KvDtype::Bf16)
+        (Arithmetic::MmaK4096, KvOrder::Bf16Tokens, KvDtype::Bf16)
     );
     assert_eq!((cuda.model_digest, cuda.layers, cuda.total_blocks), (cpu.model_digest, cpu.layers, BLOCKS));
     assert_eq!(cuda.block_bytes * 2, cpu.block_bytes, "half of f32");

@@ -62,9 +62,9 @@ mod tests {
         let words = Numerics::difference(("a", &dots), ("b", &exact)).expect("it differs");
         assert!(words.contains("node `a` computes in arithmetic `bf16-dots`, node `b` in `f32`"), "{words}");
         assert!(words.contains("--arithmetic f32") && words.contains("--isa") && !words.contains("--kv-dtype"));
-        let gpu = of("mma-k1024", "token-rows");
+        let gpu = of("mma-k4096", "token-rows");
         let words = Numerics::difference(("a", &gpu), ("b", &dots)).expect("it differs");
-        assert!(words.contains("`mma-k1024`") && words.contains("all on GPUs (--device)"), "{words}");
+        assert!(words.contains("`mma-k4096`") && words.contains("all on GPUs (--device)"), "{words}");
         assert!(words.contains("KV lies in order `token-rows` on one, `bf16-pairs` on the other"), "{words}");
         let words = Numerics::difference(("a", &int8), ("b", &exact)).expect("it differs");
         assert!(words.contains("`int8-pairs`, node `b` in `bf16-pairs`") && words.contains("--kv-dtype"), "{words}");

@@ -92,6 +92,8 @@ pub struct Cuda {
     pub driver: String,
     /// Version of the compiler of kernels.
     pub nvrtc: Found<String>,
+    /// Version of the library of large products.
+    pub cublaslt: Found<String>,
     /// In the driver's order.
     pub cards: Vec<Card>,
 }

@@ -147,6 +147,14 @@ fn cards(facts: &Facts, cuda: &Found<Cuda>, device: DeviceChoice) -> Vec<Finding
             Found::Missing { missing } => Finding::new(serious, "NVRTC", missing.clone())
                 .cured_by("pip install nvidia-cuda-nvrtc==13.0.88, and name its folder in LD_LIBRARY_PATH"),
         });
+        findings.push(match &cuda.cublaslt {
+            Found::There(version) => Finding::new(Level::Fine, "cuBLASLt", format!("{version}: computes prompts")),
+            Found::Missing { missing } => {
+                let what = format!("{missing}: prompts take about twice as long, with the same tokens");
+                Finding::new(Level::Note, "cuBLASLt", what)
+                    .cured_by("pip install nvidia-cublas==13.0.2.14, and name its folder in LD_LIBRARY_PATH")
+            }
+        });
     }
     findings
 }
@@ -320,7 +328,12 @@ mod tests {
         let mut facts = plain();
         let Found::There(node) = &mut facts.node else { panic!("it is there") };
         let cards = vec![card(0, None), card(1, None)];
-        node.cuda = Found::There(Cuda { driver: "13.0".into(), nvrtc: Found::There("13.0".into()), cards });
+        node.cuda = Found::There(Cuda {
+            driver: "13.0".into(),
+            nvrtc: Found::There("13.0".into()),
+            cublaslt: Found::There("13.0.2".into()),
+            cards,
+        });
         let Found::There(ucx) = &mut node.ucx else { panic!("it is there") };
         ucx.transports.extend(["cuda_copy", "cuda_ipc"].map(str::to_owned));
         facts.nvidia_module = Some("580.82.07".into());
@@ -369,9 +382,14 @@ mod tests {
             let findings = judge(&with_cards(), device);
             assert!(findings.iter().all(|finding| finding.level == Level::Fine), "{findings:?}");
             let fine = of(&findings, Level::Fine).join("\n");
-            for word in
-                ["CUDA 13.0, kernel module 580.82.07", "cuda:1: H200, 141.0 GiB", "9.0", "0-1 NV18", "NVRTC: 13.0"]
-            {
+            for word in [
+                "CUDA 13.0, kernel module 580.82.07",
+                "cuda:1: H200, 141.0 GiB",
+                "9.0",
+                "0-1 NV18",
+                "NVRTC: 13.0",
+                "cuBLASLt: 13.0.2",
+            ] {
                 assert!(fine.contains(word), "{word}: {fine}");
             }
         }
@@ -401,6 +419,16 @@ mod tests {
         let lacking = only(&facts, DeviceChoice::Cuda(None), Level::Lacking);
         assert!(lacking.contains("no libnvrtc.so.13") && lacking.contains("nvidia-cuda-nvrtc"), "{lacking}");
         assert!(only(&facts, DeviceChoice::Cpu, Level::Note).contains("no libnvrtc.so.13"));
+    }
+
+    #[test]
+    fn a_library_of_products_that_is_not_there_is_a_note() {
+        let mut facts = with_cards();
+        cuda_of(&mut facts).cublaslt = missing("no libcublasLt.so.13");
+        for device in [DeviceChoice::Cuda(None), DeviceChoice::Cpu] {
+            let note = only(&facts, device, Level::Note);
+            assert!(note.contains("no libcublasLt.so.13: prompts") && note.contains("nvidia-cublas"), "{note}");
+        }
     }
 
     #[test]
@@ -457,7 +485,7 @@ mod tests {
     fn what_a_node_prints_is_read() {
         let printed = r#"{"threads":2,"memory_bytes":1,"memory_available_bytes":null,
             "kernels":{"isa":"amx","arithmetic":"bf16-k32"},"ucx":{"missing":"no libucs"},
-            "cuda":{"driver":"13.0","nvrtc":{"missing":"no libnvrtc"},"cards":[{"number":0,"name":"H200",
+            "cuda":{"driver":"13.0","nvrtc":{"missing":"no libnvrtc"},"cublaslt":"13.0.2","cards":[{"number":0,"name":"H200",
             "capability":"9.0","pci":"0000:01:00.0","memory_bytes":5,"unusable":null}]}}"#;
         let node: NodeFacts = serde_json::from_str(printed).unwrap();
         assert_eq!(node.ucx, missing("no libucs"));

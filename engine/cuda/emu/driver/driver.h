@@ -168,4 +168,10 @@ std::size_t live_graphs();
 int most_dynamic_shared();
 std::size_t live_modules();
 
+// ------------------------------------------------------------------------------------------------- cuBLASLt's products
+
+unsigned long long matmul_count();
+// Handles and descriptors.
+std::size_t live_cublaslt_objects();
+
 }  // namespace emu

@@ -4,7 +4,8 @@
 // "fail_" + the name of a fault (fails the n-th from now on; 0: none).
 // Keys of emu_get: the same, and counts since the start: launches, blocks, threads_run, and "seen_" + the name of a
 // fault (how many there have been, so that a test can let each of them fail); and what is alive: used_bytes,
-// allocations, streams, events, graphs, modules; flushes (of what network cards wrote).
+// allocations, streams, events, graphs, modules, cublaslt_objects; flushes (of what network cards wrote), matmuls (of
+// cuBLASLt).
 #include "settings.h"
 
 #include <cstdio>
@@ -25,6 +26,7 @@ struct FaultPlan {
 static FaultPlan plans[static_cast<int>(Fault::Count)] = {
     {"init"},    {"alloc"},       {"host_alloc"}, {"submit"},  {"launch"},   {"copy"},
     {"capture"}, {"instantiate"}, {"module"},     {"compile"}, {"ipc_open"},
+    {"matmul"},
 };
 
 bool is_due(Fault fault) {
@@ -171,6 +173,8 @@ static long long get(const std::string& key) {
         {"graphs", live_graphs()},
         {"modules", live_modules()},
         {"flushes", flush_count()},
+        {"matmuls", matmul_count()},
+        {"cublaslt_objects", live_cublaslt_objects()},
     };
     for (const Value& value : values) {
         if (key == value.name) return static_cast<long long>(value.value);

@@ -44,6 +44,7 @@ enum class Fault {
     Module,       // module: cuModuleLoadData finds the image invalid
     Compile,      // compile: nvrtcCompileProgram fails
     IpcOpen,      // ipc_open: cuIpcOpenMemHandle cannot map
+    Matmul,       // matmul: cublasLtMatmul refuses
     Count,
 };
 // Counts one more of this kind; true if it is the one that fails.

@@ -121,8 +121,8 @@ static float high(std::uint32_t packed) {
 
 // One f32 accumulator for each output, in ascending k. A card adds a few products at a time and truncates; how it
 // differs is a matter of tests on a card.
-__attribute__((target_clones("arch=x86-64-v3", "default"))) static void multiply(const float (*a)[16],
-                                                                                 const float (*b)[8], float (*d)[8]) {
+__attribute__((target_clones("arch=x86-64-v3", "default"))) void multiply_set(const float (*a)[16], const float (*b)[8],
+                                                                              float (*d)[8]) {
     for (int row = 0; row < 16; row++) {
         float sums[8];
         for (int column = 0; column < 8; column++) sums[column] = d[row][column];
@@ -147,7 +147,7 @@ static void mma(Worker* worker, unsigned warp) {
         d[group][pair] = own.d[0], d[group][pair + 1] = own.d[1];
         d[group + 8][pair] = own.d[2], d[group + 8][pair + 1] = own.d[3];
     }
-    multiply(a, b, d);
+    multiply_set(a, b, d);
     for (unsigned lane = 0; lane < WARP; lane++) {
         auto& own = operand<MmaOperand>(worker, warp, lane);
         unsigned group = lane / 4, pair = lane % 4 * 2;

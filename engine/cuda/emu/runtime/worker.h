@@ -134,6 +134,8 @@ void note(Worker* worker, Fiber* fiber, Status status, const std::string& what);
 
 // collective.cpp
 void execute_collective(Worker* worker, unsigned warp, int kind, std::uint32_t mask);
+// d[16][8] += a[16][16] * b[16][8], as mma.m16n8k16 adds.
+void multiply_set(const float (*a)[16], const float (*b)[8], float (*d)[8]);
 
 // fault.cpp
 void start_watchdog(Worker* worker, unsigned seconds);

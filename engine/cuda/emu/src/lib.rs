@@ -1,9 +1,9 @@
 //! An emulated CUDA driver, for tests on machines without a card.
 //!
 //! `build.rs` compiles a `libcuda.so.1` (fibers for threads, streams, graphs, memory that faults), a
-//! `libnvrtc.so.13` and the product's kernels for the processor. [`install`] opens them by path; glibc then answers
-//! every later `dlopen` by SONAME from what is loaded, so that cudarc and UCX find them without an environment
-//! variable. The product does not know: it finds a card, compiles its kernels and launches them.
+//! `libnvrtc.so.13`, a `libcublasLt.so.13` and the product's kernels for the processor. [`install`] opens them by
+//! path; glibc then answers every later `dlopen` by SONAME from what is loaded, so that cudarc and UCX find them
+//! without an environment variable. The product does not know: it finds a card, compiles its kernels and launches them.
 //!
 //! # What it finds
 //! Wrong numbers, each time and not sometimes: a missing wait (operations of a stream run as late as allowed, copies of
@@ -26,6 +26,7 @@
 //! | `EMU_DEVICES` | how many devices (1); `CUDA_VISIBLE_DEVICES` chooses among them |
 //! | `EMU_MEMORY_MB` | memory of each (4096) |
 //! | `EMU_ARCH`, `EMU_DRIVER_VERSION` | compute capability times 10 (90), version (13000) |
+//! | `EMU_CUBLASLT` | `none`: no cuBLASLt; or its version (130002) |
 //! | `EMU_ORDER` | `late` (default), `eager`, `random`: when operations of streams run |
 //! | `EMU_SEED` | order of lanes and blocks, and of streams under `random`; 0: ascending |
 //! | `EMU_THREADS` | threads of the system over a grid's blocks (1) |
@@ -89,11 +90,13 @@ pub enum Fault {
     Compile,
     /// `ipc_open`: `cuIpcOpenMemHandle` cannot map.
     IpcOpen,
+    /// `matmul`: `cublasLtMatmul` refuses, and nothing is lost.
+    Matmul,
 }
 
 impl Fault {
     /// All kinds, for tests that let each of them happen.
-    pub const ALL: [Fault; 11] = [
+    pub const ALL: [Fault; 12] = [
         Fault::Init,
         Fault::Alloc,
         Fault::HostAlloc,
@@ -105,6 +108,7 @@ impl Fault {
         Fault::Module,
         Fault::Compile,
         Fault::IpcOpen,
+        Fault::Matmul,
     ];
 
     /// As `EMU_FAIL` writes it.
@@ -122,6 +126,7 @@ impl Fault {
             Fault::Module => "module",
             Fault::Compile => "compile",
             Fault::IpcOpen => "ipc_open",
+            Fault::Matmul => "matmul",
         }
     }
 }
@@ -207,6 +212,10 @@ pub enum Count {
     Modules,
     /// Flushes of what network cards have written to a device's memory.
     Flushes,
+    /// Products of cuBLASLt that ran, those in graphs included.
+    Matmuls,
+    /// Handles and descriptors of cuBLASLt that are alive.
+    CublasLtObjects,
 }
 
 /// A count. None where there is no emulated driver.
@@ -223,6 +232,8 @@ pub fn count(count: Count) -> Option<u64> {
         Count::Graphs => "graphs",
         Count::Modules => "modules",
         Count::Flushes => "flushes",
+        Count::Matmuls => "matmuls",
+        Count::CublasLtObjects => "cublaslt_objects",
     })
 }
 

@@ -10,6 +10,8 @@ const NOT_BUILT: Option<&str> = option_env!("EMULATOR_ABSENT");
 
 /// In the order of opening: the driver first, on which the others depend; last the names that cudarc tries first.
 const LIBRARIES: [&str; 5] = ["libcuda.so.1", "libcuda.so", "libnvrtc.so.13", "libnvrtc.so", "libnvidia-ml.so.1"];
+/// Those that a program may do without: `EMU_CUBLASLT=none`.
+const CUBLASLT: [&str; 2] = ["libcublasLt.so.13", "libcublasLt.so"];
 
 /// Why there is no emulated driver, in a sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -85,6 +87,9 @@ fn open() -> Result<Emulator, Absent> {
     let [driver, rest @ ..] = handles;
     let driver = driver?;
     rest.into_iter().collect::<Result<Vec<_>, _>>()?;
+    if std::env::var("EMU_CUBLASLT").as_deref() != Ok("none") {
+        CUBLASLT.iter().try_for_each(|name| load(&Path::new(folder).join(name)).map(drop))?;
+    }
     // SAFETY: the signatures are those of driver/settings.cpp, which the same build compiled.
     unsafe {
         Ok(Emulator {

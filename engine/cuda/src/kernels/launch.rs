@@ -52,6 +52,11 @@ impl Arg {
     }
 }
 
+/// At most `bytes` of a memory from `at` on.
+pub(crate) fn part(mem: Mem, at: usize, bytes: usize) -> Mem {
+    Mem::new(mem.address + at as u64, bytes.min(mem.bytes.saturating_sub(at)))
+}
+
 /// One launch of one kernel. With no blocks there is nothing to do, and it must not be queued.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Launch {
@@ -107,7 +112,7 @@ impl fmt::Display for Refused {
 impl std::error::Error for Refused {}
 
 /// Checks of one launch's arguments.
-pub(super) struct Checks(pub &'static str);
+pub(crate) struct Checks(pub &'static str);
 
 impl Checks {
     /// The address of `elements` elements of `size` bytes at `memory`.

@@ -3,17 +3,18 @@ use super::Kernel;
 use super::launch::{Arg, Checks, Launch, Mem, Refused};
 
 /// The kernels of `products.cu`.
-pub const KERNELS: [Kernel; 6] = [
-    Kernel { name: "product_rows_16", shared_bytes: ROWS_16.shared_bytes(MOST_WARPS) },
-    Kernel { name: "product_rows_32", shared_bytes: ROWS_32.shared_bytes(MOST_WARPS) },
-    Kernel { name: "product_rows_64", shared_bytes: ROWS_64.shared_bytes(MOST_WARPS) },
-    Kernel { name: "product_tiles_64", shared_bytes: TILES_64.shared_bytes() },
-    Kernel { name: "product_tiles_128", shared_bytes: TILES_128.shared_bytes() },
+pub const KERNELS: [Kernel; 7] = [
+    FEW_8.kernel("product_few_8"),
+    FEW_16.kernel("product_few_16"),
+    FEW_32.kernel("product_few_32"),
+    FEW_64.kernel("product_few_64"),
+    TILES_64.kernel("product_tiles_64"),
+    TILES_128.kernel("product_tiles_128"),
     Kernel { name: "product_sum", shared_bytes: 0 },
 ];
 
 /// Values of `k` that have one accumulator: `SEGMENT` in `products.cu`.
-pub const SEGMENT: usize = 1024;
+pub const SEGMENT: usize = 4096;
 
 /// `out = x · weightᵀ`, or another [`Output`].
 #[derive(Clone, Copy, Debug)]
@@ -47,13 +48,15 @@ pub enum Output {
 /// Which kernel. All give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Plan {
-    /// 16 rows at a time; weights go straight to registers, segments of `k` side by side. For decode.
-    Rows16,
+    /// Up to 8 rows at a time, of which the weights go through shared memory once. For decode.
+    Few8,
+    /// 16 rows.
+    Few16,
     /// 32 rows.
-    Rows32,
+    Few32,
     /// 64 rows.
-    Rows64,
-    /// Tiles of 64 × 64 in shared memory, segments one after another.
+    Few64,
+    /// Tiles of 64 × 64.
     Tiles64,
     /// Tiles of 128 × 128.
     Tiles128,
@@ -61,73 +64,97 @@ pub enum Plan {
 
 impl Plan {
     /// All.
-    pub const ALL: [Self; 5] = [Self::Rows16, Self::Rows32, Self::Rows64, Self::Tiles64, Self::Tiles128];
+    pub const ALL: [Self; 6] = [Self::Few8, Self::Few16, Self::Few32, Self::Few64, Self::Tiles64, Self::Tiles128];
 
-    /// The one for so many rows, as long as nobody has measured better.
+    /// The one for so many rows.
     pub fn of(rows: usize, n: usize) -> Self {
         match rows {
-            0..=16 => Self::Rows16,
-            17..=32 => Self::Rows32,
-            33..=64 => Self::Rows64,
+            0..=8 => Self::Few8,
+            9..=16 => Self::Few16,
+            17..=32 => Self::Few32,
+            33..=64 => Self::Few64,
             // Large tiles where there are enough of them for a card's multiprocessors.
             _ if rows.div_ceil(128) * n.div_ceil(128) >= 128 => Self::Tiles128,
             _ => Self::Tiles64,
         }
     }
+
+    fn kernel(self) -> Shape {
+        match self {
+            Self::Few8 => Shape::Few("product_few_8", FEW_8),
+            Self::Few16 => Shape::Few("product_few_16", FEW_16),
+            Self::Few32 => Shape::Few("product_few_32", FEW_32),
+            Self::Few64 => Shape::Few("product_few_64", FEW_64),
+            Self::Tiles64 => Shape::Tiles("product_tiles_64", TILES_64),
+            Self::Tiles128 => Shape::Tiles("product_tiles_128", TILES_128),
+        }
+    }
+
+    /// Blocks without a split: what there is to do side by side.
+    fn blocks(self, rows: usize, n: usize) -> usize {
+        match self.kernel() {
+            Shape::Few(_, few) => rows.div_ceil(few.rows as usize) * n.div_ceil(Few::COLUMNS as usize),
+            Shape::Tiles(_, tiles) => rows.div_ceil(tiles.side as usize) * n.div_ceil(tiles.side as usize),
+        }
+    }
 }
 
-/// The product, by the kernel for so many rows.
+/// The product, by the kernel for so many rows, on a card of so many multiprocessors: as many blocks stay where one
+/// takes one part of the product after another. That changes no bit.
 ///
 /// # Errors
 /// For memory that is too small, and sizes that the kernel does not take.
-pub fn product(product: &Product) -> Result<Launch, Refused> {
-    product_by(Plan::of(product.rows, product.n), product)
+pub fn product(product: &Product, multiprocessors: usize) -> Result<Launch, Refused> {
+    product_by(Plan::of(product.rows, product.n), product, multiprocessors)
 }
 
 /// The product, by the kernel `plan`.
 ///
 /// # Errors
 /// As [`product`].
-pub fn product_by(plan: Plan, product: &Product) -> Result<Launch, Refused> {
-    let args = args(product)?;
-    match plan {
-        Plan::Rows16 => ROWS_16.launch("product_rows_16", product, &args),
-        Plan::Rows32 => ROWS_32.launch("product_rows_32", product, &args),
-        Plan::Rows64 => ROWS_64.launch("product_rows_64", product, &args),
-        Plan::Tiles64 => TILES_64.launch("product_tiles_64", product, &args),
-        Plan::Tiles128 => TILES_128.launch("product_tiles_128", product, &args),
-    }
+pub fn product_by(plan: Plan, product: &Product, multiprocessors: usize) -> Result<Launch, Refused> {
+    plan.kernel().launch(product, &args(product)?, 1, multiprocessors)
 }
 
-/// The product in two launches, whose segments of `k` are computed side by side: where rows are too many for the
-/// kernels that do so by themselves, and too few for tiles to fill a card. `scratch` has [`Split::bytes`], and is free
-/// after the second launch. Same bits.
+/// The product in two launches, whose segments of `k` are computed side by side: where parts of the product are too few
+/// to fill a card. `scratch` has [`Split::bytes`], and is free after the second launch. Same bits.
 ///
 /// # Errors
 /// As [`product`].
-pub fn product_split(product: &Product, scratch: Mem) -> Result<[Launch; 2], Refused> {
+pub fn product_split(product: &Product, scratch: Mem, multiprocessors: usize) -> Result<[Launch; 2], Refused> {
     let &Product { rows, n, k, .. } = product;
     let check = Checks("product_sum");
-    let segments = check.size("k", k.div_ceil(SEGMENT))?;
-    let values = check.area("scratch", &[segments as usize, rows, n])?;
-    let [out, x, weight, rows_arg, n_arg, k_arg, mode] = args(product)?;
-    let partial = check.wide("scratch", scratch, values, 4)?;
-    let mut launch =
-        TILES_128.launch("product_tiles_128", product, &[partial, x, weight, rows_arg, n_arg, k_arg, Arg::U32(0)])?;
-    launch.grid[2] = segments;
-    let sum = [out, partial, rows_arg, n_arg, Arg::U32(segments), mode];
-    let grid = [check.size("rows", rows)?, check.size("n", n.div_ceil(2 * 256))?, 1];
-    Ok([launch, Launch::new("product_sum", grid, 256, &sum)])
+    let segments = k.div_ceil(SEGMENT);
+    let values = check.area("scratch", &[segments, rows, n])?;
+    let [_, x, weight, rows_arg, n_arg, k_arg, _] = args(product)?;
+    let args = [check.wide("scratch", scratch, values, 4)?, x, weight, rows_arg, n_arg, k_arg, Arg::U32(0)];
+    let parts = Plan::of(rows, n).kernel().launch(product, &args, check.size("k", segments)?, multiprocessors)?;
+    Ok([parts, sum(product, scratch, segments)?])
 }
 
-/// When [`product_split`] pays, as long as nobody has measured better.
+/// Adds what `segments` launches or blocks have left in `scratch`, f32 `[segments][rows][n]`, in ascending order.
+///
+/// # Errors
+/// As [`product`].
+pub fn sum(product: &Product, scratch: Mem, segments: usize) -> Result<Launch, Refused> {
+    let &Product { rows, n, .. } = product;
+    let check = Checks("product_sum");
+    let values = check.area("scratch", &[segments, rows, n])?;
+    let [out, _, _, rows_arg, n_arg, _, mode] = args(product)?;
+    let args =
+        [out, check.wide("scratch", scratch, values, 4)?, rows_arg, n_arg, Arg::U32(check.size("k", segments)?), mode];
+    let grid = [check.size("rows", rows)?, check.size("n", n.div_ceil(2 * 256))?, 1];
+    Ok(Launch::new("product_sum", grid, 256, &args))
+}
+
+/// When [`product_split`] pays.
 #[derive(Clone, Copy, Debug)]
 pub struct Split;
 
 impl Split {
-    /// Whether it is for so many rows.
-    pub fn pays(rows: usize, n: usize, k: usize) -> bool {
-        rows > 64 && k > SEGMENT && rows.div_ceil(128) * n.div_ceil(128) < 128
+    /// Whether it is for so many rows on a card of so many multiprocessors.
+    pub fn pays(rows: usize, n: usize, k: usize, multiprocessors: usize) -> bool {
+        k > SEGMENT && Plan::of(rows, n).blocks(rows, n) < RESIDENT * multiprocessors
     }
 
     /// Bytes of its scratch memory.
@@ -158,39 +185,72 @@ fn args(product: &Product) -> Result<[Arg; 7], Refused> {
     ])
 }
 
-/// A kernel for few rows: rows and columns of a warp.
-struct Rows {
-    rows: u32,
-    columns: u32,
+/// Blocks that run together on a multiprocessor.
+const RESIDENT: usize = 2;
+
+#[derive(Clone, Copy)]
+enum Shape {
+    Few(&'static str, Few),
+    Tiles(&'static str, Tiles),
 }
 
-const ROWS_16: Rows = Rows { rows: 16, columns: 16 };
-const ROWS_32: Rows = Rows { rows: 32, columns: 32 };
-const ROWS_64: Rows = Rows { rows: 64, columns: 32 };
-/// Warps of its blocks at most.
-const MOST_WARPS: u32 = 8;
+impl Shape {
+    /// With `segments` above 1 each has blocks of its own, and a result of its own in the output.
+    fn launch(self, product: &Product, args: &[Arg], segments: u32, multiprocessors: usize) -> Result<Launch, Refused> {
+        match self {
+            Self::Few(kernel, few) => few.launch(kernel, product, args, segments, multiprocessors),
+            Self::Tiles(kernel, tiles) => tiles.launch(kernel, product, args, segments),
+        }
+    }
+}
 
-impl Rows {
-    /// Results of each warp, in rows that are padded by 8 values.
-    const fn shared_bytes(&self, warps: u32) -> u32 {
-        warps * self.rows * (self.columns + 8) * 4
+/// A kernel for few rows: rows of x, and stages of its ring.
+#[derive(Clone, Copy)]
+struct Few {
+    rows: u32,
+    stages: u32,
+}
+
+// Two blocks' rings fit a multiprocessor; one's the 99 KiB that a block may have on sm_86 and sm_89.
+const FEW_8: Few = Few { rows: 8, stages: 5 };
+const FEW_16: Few = Few { rows: 16, stages: 4 };
+const FEW_32: Few = Few { rows: 32, stages: 4 };
+const FEW_64: Few = Few { rows: 64, stages: 3 };
+
+impl Few {
+    /// Rows of the weights that a block has at a time.
+    const COLUMNS: u32 = 64;
+    const THREADS: u32 = 128;
+
+    /// Each stage has 128 values of every row.
+    const fn shared_bytes(&self) -> u32 {
+        self.stages * (Self::COLUMNS + self.rows) * 256
     }
 
-    /// A block has warps for as many segments as there are, up to 8; what is left of the 8 have further columns.
-    fn launch(&self, kernel: &'static str, product: &Product, args: &[Arg]) -> Result<Launch, Refused> {
-        let &Product { rows, n, k, .. } = product;
+    const fn kernel(&self, name: &'static str) -> Kernel {
+        Kernel { name, shared_bytes: self.shared_bytes() }
+    }
+
+    fn launch(
+        &self,
+        kernel: &'static str,
+        product: &Product,
+        args: &[Arg],
+        segments: u32,
+        multiprocessors: usize,
+    ) -> Result<Launch, Refused> {
         let check = Checks(kernel);
-        let segments = check.size("k", k.div_ceil(SEGMENT))?.min(MOST_WARPS).next_power_of_two();
-        let groups = check.size("n", n.div_ceil(self.columns as usize))?;
-        let groups_of_block = (MOST_WARPS / segments).min(groups.max(1));
-        let args = [args, &[Arg::U32(segments)]].concat();
-        let grid = [groups.div_ceil(groups_of_block), check.size("rows", rows)?.div_ceil(self.rows), 1];
-        let warps = segments * groups_of_block;
-        Ok(Launch::new(kernel, grid, 32 * warps, &args).with_shared(self.shared_bytes(warps)))
+        let panels = check.size("n", product.n)?.div_ceil(Self::COLUMNS);
+        let rows = check.size("rows", product.rows)?.div_ceil(self.rows);
+        let resident = check.size("multiprocessors", RESIDENT * multiprocessors)?;
+        let stay = (resident / (segments * rows).max(1)).max(1);
+        let grid = [panels.min(stay), rows, segments];
+        Ok(Launch::new(kernel, grid, Self::THREADS, args).with_shared(self.shared_bytes()))
     }
 }
 
 /// A kernel for many rows: rows and columns of a block.
+#[derive(Clone, Copy)]
 struct Tiles {
     side: u32,
     threads: u32,
@@ -199,19 +259,23 @@ struct Tiles {
 const TILES_64: Tiles = Tiles { side: 64, threads: 128 };
 const TILES_128: Tiles = Tiles { side: 128, threads: 256 };
 /// Parts of `k` that are in shared memory: `STAGES` in `products.cu`.
-const STAGES: u32 = 4;
+const STAGES: u32 = 3;
 
 impl Tiles {
-    /// Each stage has 64 bytes of every row of both matrices.
+    /// Each stage has 128 bytes of every row of both matrices.
     const fn shared_bytes(&self) -> u32 {
-        STAGES * 2 * self.side * 64
+        STAGES * 2 * self.side * 128
     }
 
-    fn launch(&self, kernel: &'static str, product: &Product, args: &[Arg]) -> Result<Launch, Refused> {
+    const fn kernel(&self, name: &'static str) -> Kernel {
+        Kernel { name, shared_bytes: self.shared_bytes() }
+    }
+
+    fn launch(&self, kernel: &'static str, product: &Product, args: &[Arg], segments: u32) -> Result<Launch, Refused> {
         let check = Checks(kernel);
         let tiles = |what, size| Ok(check.size(what, size)?.div_ceil(self.side));
         // Blocks that run together share their columns of weights: rows go first.
-        let grid = [tiles("rows", product.rows)?, tiles("n", product.n)?, 1];
+        let grid = [tiles("rows", product.rows)?, tiles("n", product.n)?, segments];
         Ok(Launch::new(kernel, grid, self.threads, args).with_shared(self.shared_bytes()))
     }
 }

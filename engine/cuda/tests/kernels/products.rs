@@ -1,10 +1,16 @@
 //! Products: beside the formula, and bits over rows, kernels and the order of segments.
+use std::process::Command;
+
 use half::bf16;
 use tandem_cuda::Buffer;
 use tandem_cuda::kernels::launch::Mem;
 use tandem_cuda::kernels::product::{Output, Plan, Product, SEGMENT, Split, product, product_by, product_split};
+use tandem_cuda_emu::{Count, count};
 
 use crate::gpu::{Gpu, Random, assert_same_bits};
+
+/// Blocks of the kernels for few rows that stay: twice as many. Three of them go through several parts of a product.
+const MULTIPROCESSORS: usize = 2;
 
 /// Operands.
 struct Operands {
@@ -27,7 +33,10 @@ impl Operands {
         let (x, weight) = (gpu.holding(&self.x[..rows * self.k]), gpu.holding(&self.weight));
         let output = Output::Store(out.mem());
         let asked = Product { output, x: x.mem(), weight: weight.mem(), rows, n: self.n, k: self.k };
-        gpu.launch(plan.map_or_else(|| product(&asked), |plan| product_by(plan, &asked)));
+        gpu.launch(match plan {
+            Some(plan) => product_by(plan, &asked, MULTIPROCESSORS),
+            None => product(&asked, MULTIPROCESSORS),
+        });
         gpu.read(&out)
     }
 
@@ -37,7 +46,7 @@ impl Operands {
         let scratch = gpu.space::<u8>(Split::bytes(rows, n, k));
         let (x, weight) = (gpu.holding(&self.x), gpu.holding(&self.weight));
         let asked = Product { output: output(out.mem()), x: x.mem(), weight: weight.mem(), rows, n, k };
-        for launch in product_split(&asked, scratch.mem()).expect("launches") {
+        for launch in product_split(&asked, scratch.mem(), MULTIPROCESSORS).expect("launches") {
             gpu.launch(Ok(launch));
         }
         gpu.read::<u8>(out);
@@ -54,11 +63,12 @@ impl Operands {
 #[test]
 fn every_kernel_agrees_with_the_formula_and_all_with_each_other() {
     let Some(gpu) = Gpu::get() else { return };
-    // One segment, a part of one, several, and more than a block has warps for; n that fills no tile, and an odd one.
-    for (rows, n, k) in [(3, 96, 64), (17, 33, 96), (5, 40, 1056), (2, 18, 3168), (66, 8, 1120), (3, 8, 9 * 1024 + 32)]
+    // One segment, a part of one, several; k that fills no stage; n that fills no tile, one for several turns of a
+    // block, and an odd one.
+    for (rows, n, k) in [(3, 700, 64), (17, 33, 96), (5, 40, 1056), (2, 18, 4192), (66, 8, 1120), (3, 8, 2 * 4096 + 32)]
     {
         let operands = Operands::random(5, rows, n, k);
-        let first = operands.multiply(&gpu, Some(Plan::Rows16), rows);
+        let first = operands.multiply(&gpu, Some(Plan::Few8), rows);
         for (at, &got) in first.iter().enumerate() {
             let (want, size) = operands.reference(at / n, at % n);
             // f32 additions in groups of 16: far below one rounding a term.
@@ -74,10 +84,33 @@ fn every_kernel_agrees_with_the_formula_and_all_with_each_other() {
     }
 }
 
+/// The test above over kernels with a mistake, `engine/cuda/emu/tests/unordered.cu`: one that adds segments as they
+/// arrive, by atomics, and one that adds them from the last to the first.
+#[test]
+fn segments_that_are_added_by_a_wrong_kernel_are_noticed() {
+    if Gpu::get().is_none() || count(Count::Launches).is_none() {
+        return;
+    }
+    for planted in [None, Some("unordered"), Some("reversed")] {
+        let mut child = Command::new(std::env::current_exe().expect("a path"));
+        let test = "products::every_kernel_agrees_with_the_formula_and_all_with_each_other";
+        child.args([test, "--exact"]).env_remove("EMU_PLANTED");
+        // Warps arrive in any order, not in that of their numbers.
+        child.env("EMU_SEED", "7").envs(planted.map(|name| ("EMU_PLANTED", name)));
+        let output = child.output().expect("runs");
+        let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.success(), planted.is_none(), "{planted:?}: {said}");
+        assert!(
+            said.contains(if planted.is_some() { "split 3 x 8 x 8224" } else { "1 passed" }),
+            "{planted:?}: {said}"
+        );
+    }
+}
+
 #[test]
 fn a_rows_bits_are_the_same_in_batches_of_1_to_70_rows() {
     let Some(gpu) = Gpu::get() else { return };
-    let operands = Operands::random(6, 70, 20, 2144);
+    let operands = Operands::random(6, 70, 20, 4192);
     let whole = operands.multiply(&gpu, Some(Plan::Tiles64), 70);
     for rows in 1..=70 {
         let what = || format!("{rows} rows by {:?}", Plan::of(rows, operands.n));
@@ -104,7 +137,7 @@ fn by_segments(gpu: &Gpu, operands: &Operands, order: impl Iterator<Item = usize
         let at = segment * SEGMENT;
         let (x, weight) = (gpu.holding(&cut(&operands.x, at)), gpu.holding(&cut(&operands.weight, at)));
         let (output, k) = (Output::Add(out.mem()), SEGMENT.min(k - at));
-        gpu.launch(product(&Product { output, x: x.mem(), weight: weight.mem(), rows, n, k }));
+        gpu.launch(product(&Product { output, x: x.mem(), weight: weight.mem(), rows, n, k }, MULTIPROCESSORS));
         gpu.read::<f32>(&out);
     }
     gpu.read(&out)
@@ -127,7 +160,7 @@ fn segments_are_added_in_ascending_order_and_another_order_is_noticed() {
 #[test]
 fn results_are_added_to_what_is_there_or_gate_each_other() {
     let Some(gpu) = Gpu::get() else { return };
-    for (rows, n, k) in [(3, 24, 96), (40, 10, 64), (20, 7, 64), (2, 8, 1056)] {
+    for (rows, n, k) in [(3, 24, 96), (40, 10, 64), (20, 7, 64), (2, 8, 4128)] {
         let operands = Operands::random(8, rows, n, k);
         let stored = operands.multiply(&gpu, None, rows);
         let before = Random(9).normals(rows * n);
@@ -139,13 +172,13 @@ fn results_are_added_to_what_is_there_or_gate_each_other() {
             let what = |what: &str| format!("{what} by {plan:?}, {rows} x {n} x {k}");
             let (x, weight, sum) = (gpu.holding(&operands.x), gpu.holding(&operands.weight), gpu.holding(&before));
             let asked = |output| Product { output, x: x.mem(), weight: weight.mem(), rows, n, k };
-            gpu.launch(product_by(plan, &asked(Output::Add(sum.mem()))));
+            gpu.launch(product_by(plan, &asked(Output::Add(sum.mem())), MULTIPROCESSORS));
             assert_same_bits(&gpu.read::<f32>(&sum), &want, &|| what("added"));
             if n % 2 != 0 {
                 continue;
             }
             let gated = gpu.space::<bf16>(rows * n / 2);
-            gpu.launch(product_by(plan, &asked(Output::SwiGlu(gated.mem()))));
+            gpu.launch(product_by(plan, &asked(Output::SwiGlu(gated.mem())), MULTIPROCESSORS));
             for (got, pair) in gpu.read::<bf16>(&gated).iter().zip(stored.chunks(2)) {
                 let (gate, up) = (f64::from(pair[0]), f64::from(pair[1]));
                 let want = gate / (1.0 + (-gate).exp()) * up;

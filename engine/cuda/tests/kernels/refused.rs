@@ -19,12 +19,12 @@ fn refused(launch: Result<Launch, Refused>, why: &str) {
 fn memory_is_measured() {
     let small = Mem::new(0x1000, 63);
     let asked = Product { output: Output::Store(LARGE), x: LARGE, weight: LARGE, rows: 1, n: 8, k: 32 };
-    assert!(product(&asked).is_ok());
-    refused(product(&Product { x: small, ..asked }), "x needs 32 × 2 bytes");
-    refused(product(&Product { weight: Mem::default(), ..asked }), "weight needs 256 × 2 bytes");
-    refused(product(&Product { weight: Mem::new(0x1008, 1 << 20), ..asked }), "weight at 0x1008 is not aligned");
-    refused(product(&Product { n: usize::MAX / 2, ..asked }), "out needs");
-    refused(product(&Product { rows: 4, n: usize::MAX / 2, ..asked }), "too much");
+    assert!(product(&asked, 1).is_ok());
+    refused(product(&Product { x: small, ..asked }, 1), "x needs 32 × 2 bytes");
+    refused(product(&Product { weight: Mem::default(), ..asked }, 1), "weight needs 256 × 2 bytes");
+    refused(product(&Product { weight: Mem::new(0x1008, 1 << 20), ..asked }, 1), "weight at 0x1008 is not aligned");
+    refused(product(&Product { n: usize::MAX / 2, ..asked }, 1), "out needs");
+    refused(product(&Product { rows: 4, n: usize::MAX / 2, ..asked }, 1), "too much");
     let asked = Xxh3 { digests: Mem::new(0x1000, 8), memory: LARGE, pieces: LARGE, count: 2 };
     refused(xxh3(&asked), "digests needs 2 × 8 bytes");
 }
@@ -32,8 +32,8 @@ fn memory_is_measured() {
 #[test]
 fn shapes_are_checked() {
     let asked = Product { output: Output::SwiGlu(LARGE), x: LARGE, weight: LARGE, rows: 1, n: 8, k: 32 };
-    refused(product(&Product { k: 48, ..asked }), "k = 48");
-    refused(product(&Product { n: 7, ..asked }), "n = 7");
+    refused(product(&Product { k: 48, ..asked }, 1), "k = 48");
+    refused(product(&Product { n: 7, ..asked }, 1), "n = 7");
     let norm =
         RmsNorm { out: LARGE, hidden: LARGE, weight: LARGE, of: None, rows: 3, hidden_rows: 2, width: 64, eps: 0.0 };
     refused(rms_norm(&norm), "3 rows of 2");

@@ -58,7 +58,7 @@ pub fn load_cpu(path: &Path) -> CpuExecutor {
 }
 
 /// Width of the hidden rows of [`wide`]: three segments of a product's `k`, the last a part.
-pub const WIDE: usize = 2112;
+pub const WIDE: usize = 2 * 4096 + 64;
 
 /// Copies the checkpoint `from` with another configuration, but not its weights.
 fn configured(from: &Path, to: &Path, change: impl FnOnce(&mut Value)) -> Value {
