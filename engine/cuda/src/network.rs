@@ -147,7 +147,7 @@ impl Network {
             }),
         )?;
         written(index + 1)?;
-        let prompts = self.attention(frame, index, frame.at.prompt_tiles, frame.prompt_tiles, Height::Rows64);
+        let prompts = self.attention(frame, index, frame.at.prompt_tiles, frame.prompt_tiles, Height::Rows128);
         self.queue(stream, attention::attention(&prompts))?;
         let decoding = self.attention(frame, index, frame.at.decode_tiles, frame.decode_tiles, Height::Rows16);
         self.queue(stream, attention::attention(&decoding))?;

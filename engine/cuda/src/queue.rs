@@ -153,7 +153,7 @@ impl Queue {
                 decode_tiles(chunk.first_row, chunk.rows, table, chunk.start, &mut inputs.decode_tiles);
             } else {
                 let (first, start) = (chunk.first_row as u32, chunk.start as u32);
-                Height::Rows64.cut(group, first, chunk.rows, table, start, &mut inputs.prompt_tiles);
+                Height::Rows128.cut(group, first, chunk.rows, table, start, &mut inputs.prompt_tiles);
             }
         }
         inputs.logits_of.extend(step.logits_of.iter().map(|&row| row as u32));

@@ -12,6 +12,12 @@ use crate::plan::{Span, Spans};
 /// Rows of logits that are computed at a time: more choose in several turns.
 pub(crate) const MOST_LOGITS: usize = 256;
 
+/// Blocks of attention for each multiprocessor, where partitions can be shared out: three run at a time, and with so
+/// many more the ends of the last ones lie close together.
+const BLOCKS_EACH: usize = 16;
+/// Memory for partitions that are computed side by side, at most.
+const MOST_PARTIALS_BYTES: usize = 256 << 20;
+
 /// How large steps can be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StepLimits {
@@ -23,7 +29,7 @@ pub(crate) struct StepLimits {
     pub table_blocks: usize,
     /// Positions of a sequence.
     pub positions: usize,
-    /// Multiprocessors of the device: as many blocks at least shall compute attention.
+    /// Multiprocessors of the device: see [`split_of`].
     pub multiprocessors: usize,
     /// cuBLASLt is there for products of many rows.
     pub library: bool,
@@ -114,9 +120,11 @@ fn products(config: &LlamaConfig) -> [(usize, usize); 5] {
 }
 
 /// Partitions of the longest sequence, and how many blocks share those of a tile, for so many tiles of one token: none
-/// where there are blocks enough without. The bits are the same.
+/// where there are blocks enough without, or where their results would take too much memory. The bits are the same.
 pub(crate) fn split_of(config: &LlamaConfig, limits: &StepLimits, tiles: usize) -> Option<(usize, usize)> {
     let partitions = limits.positions.div_ceil(PARTITION);
-    let ways = (2 * limits.multiprocessors).div_ceil((tiles * config.kv_heads).max(1)).min(partitions);
-    (ways > 1).then_some((partitions, ways))
+    let blocks = BLOCKS_EACH * limits.multiprocessors;
+    let ways = blocks.div_ceil((tiles * config.kv_heads).max(1)).min(partitions);
+    let bytes = Split::bytes(tiles, config.heads, 1, partitions, config.head_dim);
+    (ways > 1 && bytes <= MOST_PARTIALS_BYTES).then_some((partitions, ways))
 }

@@ -4,34 +4,35 @@ use super::launch::{Arg, Checks, Launch, Mem, Refused};
 use super::qkv::Arena;
 
 /// Keys of a partition: where the first one begins follows from position 0 alone.
-pub const PARTITION: usize = 512;
+pub const PARTITION: usize = 256;
 
 /// Query rows (heads of a group × tokens) of a tile of [`Height::Rows16`].
 const FEW: usize = 16;
-/// Of [`Height::Rows64`].
-const MANY: usize = 64;
-/// Threads of a block.
-const THREADS: u32 = 128;
-/// Keys that are in shared memory at a time.
-const TILE_KEYS: u32 = 64;
+/// Of [`Height::Rows128`].
+const MANY: usize = 128;
+/// Threads of a block that merges.
+const MERGE_THREADS: u32 = 128;
+/// Rows of K, and as many of V, that are in shared memory at a time.
+const STAGED_KEYS: u32 = 128;
 
-const fn shared(rows: usize, head_dim: u32, stages: u32) -> u32 {
-    (rows as u32 + stages * 2 * TILE_KEYS) * (head_dim + 8) * 2
+/// Rows of queries, K and V, in panels of 64 values.
+const fn shared(rows: usize, head_dim: u32) -> u32 {
+    (rows as u32 + 2 * STAGED_KEYS) * head_dim.div_ceil(64) * 64 * 2
 }
 
 macro_rules! kernels {
     ($($dim:literal $few:literal $many:literal $merge:literal)*) => {
         /// The kernels of `attention.cu`.
         pub const KERNELS: [Kernel; 15] = [$(
-            Kernel { name: $few, shared_bytes: shared(FEW, $dim, if $dim > 96 { 2 } else { 3 }) },
-            Kernel { name: $many, shared_bytes: shared(MANY, $dim, 2) },
+            Kernel { name: $few, shared_bytes: shared(FEW, $dim) },
+            Kernel { name: $many, shared_bytes: shared(MANY, $dim) },
             Kernel { name: $merge, shared_bytes: 0 },
         )*];
         fn kernels(head_dim: usize) -> Option<[Kernel; 3]> {
             match head_dim {
                 $($dim => Some([
-                    Kernel { name: $few, shared_bytes: shared(FEW, $dim, if $dim > 96 { 2 } else { 3 }) },
-                    Kernel { name: $many, shared_bytes: shared(MANY, $dim, 2) },
+                    Kernel { name: $few, shared_bytes: shared(FEW, $dim) },
+                    Kernel { name: $many, shared_bytes: shared(MANY, $dim) },
                     Kernel { name: $merge, shared_bytes: 0 },
                 ]),)*
                 _ => None,
@@ -41,11 +42,11 @@ macro_rules! kernels {
 }
 
 kernels! {
-    16 "attention_16_d16" "attention_64_d16" "attention_merge_d16"
-    32 "attention_16_d32" "attention_64_d32" "attention_merge_d32"
-    64 "attention_16_d64" "attention_64_d64" "attention_merge_d64"
-    96 "attention_16_d96" "attention_64_d96" "attention_merge_d96"
-    128 "attention_16_d128" "attention_64_d128" "attention_merge_d128"
+    16 "attention_16_d16" "attention_128_d16" "attention_merge_d16"
+    32 "attention_16_d32" "attention_128_d32" "attention_merge_d32"
+    64 "attention_16_d64" "attention_128_d64" "attention_merge_d64"
+    96 "attention_16_d96" "attention_128_d96" "attention_merge_d96"
+    128 "attention_16_d128" "attention_128_d128" "attention_merge_d128"
 }
 
 /// A few adjacent tokens of one sequence, as the kernels read them.
@@ -67,8 +68,8 @@ pub struct Tile {
 pub enum Height {
     /// Up to 16: decode rows, and ends of chunks. Four warps share the rows.
     Rows16,
-    /// Up to 64: prompts. Each of four warps has 16 of them.
-    Rows64,
+    /// Up to 128: prompts. Each of eight warps has 16 of them.
+    Rows128,
 }
 
 impl Height {
@@ -76,6 +77,11 @@ impl Height {
     pub fn tokens(self, group: usize) -> usize {
         let rows = if self == Self::Rows16 { FEW } else { MANY };
         rows / group.clamp(1, FEW)
+    }
+
+    /// Threads of a block.
+    fn threads(self) -> u32 {
+        if self == Self::Rows16 { 128 } else { 256 }
     }
 
     /// Adds the tiles of `tokens` tokens from row `first_row` on, the first of which stands at `start`.
@@ -176,7 +182,7 @@ pub fn attention(attention: &Attention) -> Result<Launch, Refused> {
     ];
     // Heads go last, so that blocks that run together read different K and V.
     let grid = [check.size("tiles", attention.tile_count)?, check.size("kv_heads", kv_heads)?, ways];
-    Ok(Launch::new(kernel.name, grid, THREADS, &args).with_shared(kernel.shared_bytes))
+    Ok(Launch::new(kernel.name, grid, attention.height.threads(), &args).with_shared(kernel.shared_bytes))
 }
 
 /// Joins what [`attention`] of the same values left in `partials`.
@@ -204,7 +210,7 @@ pub fn merge(attention: &Attention) -> Result<Launch, Refused> {
         check.size("kv_heads", kv_heads)?,
         check.size("rows", rows.div_ceil(4))?,
     ];
-    Ok(Launch::new(kernel.name, grid, THREADS, &args))
+    Ok(Launch::new(kernel.name, grid, MERGE_THREADS, &args))
 }
 
 struct Shape {

@@ -172,16 +172,44 @@ fn outputs_agree_with_the_formula() {
         let sequence = Sequence::random(20 + seed as u64, shape, tokens, 16);
         let placed = sequence.place(&gpu);
         let start = tokens.saturating_sub(70);
-        for height in [Height::Rows16, Height::Rows64] {
-            let got = placed.attend(start, tokens, height, usize::MAX, None);
-            for (at, head) in (start..tokens).flat_map(|at| (0..shape.heads).map(move |head| (at, head))) {
-                let from = (at - start) * sequence.width() + head * shape.head_dim;
-                for (got, (want, size)) in got[from..].iter().zip(sequence.reference(at, head)) {
-                    // Weights are bf16 and so is the output: half a unit of 2^-8 each, in the sum as well.
-                    let error = (got.to_f64() - want).abs();
-                    assert!(error <= 0.0045 * size + 0.002 * want.abs(), "{got} {want}, {at} {head} {shape:?}");
-                }
-            }
+        for height in [Height::Rows16, Height::Rows128] {
+            assert_near(&sequence, start, &placed.attend(start, tokens, height, usize::MAX, None));
+        }
+    }
+}
+
+/// Panics unless `got`, outputs of the tokens from `start` on, are near the formula's.
+fn assert_near(sequence: &Sequence, start: usize, got: &[bf16]) {
+    let (shape, tokens) = (sequence.shape, got.len() / sequence.width());
+    for (at, head) in (start..start + tokens).flat_map(|at| (0..shape.heads).map(move |head| (at, head))) {
+        let from = (at - start) * sequence.width() + head * shape.head_dim;
+        for (got, (want, size)) in got[from..].iter().zip(sequence.reference(at, head)) {
+            // Weights are bf16 and so is the output: half a unit of 2^-8 each, in the sum as well.
+            let error = (got.to_f64() - want).abs();
+            assert!(error <= 0.0045 * size + 0.002 * want.abs(), "{got} {want}, {at} {head} {shape:?}");
+        }
+    }
+}
+
+/// Scores grow with the position, so that the references of weights move in most tiles and partitions.
+#[test]
+fn scores_that_grow_are_weighed_as_the_formula_says_and_with_the_same_bits() {
+    let Some(gpu) = Gpu::get() else { return };
+    for (window, block_tokens) in [(None, 64), (Some(330), 16)] {
+        let shape = Shape { heads: 4, kv_heads: 2, head_dim: 64, window };
+        let (start, end) = (600, 640);
+        let mut sequence = Sequence::random(50, shape, end, block_tokens);
+        let width = shape.kv_heads * shape.head_dim;
+        for (position, keys) in sequence.keys.chunks_exact_mut(width).enumerate() {
+            let factor = 2.0f32.powf(position as f32 / 90.0);
+            keys.iter_mut().for_each(|key| *key = bf16::from_f32(key.to_f32() * factor));
+        }
+        let placed = sequence.place(&gpu);
+        let whole = placed.attend(start, end, Height::Rows128, usize::MAX, None);
+        assert_near(&sequence, start, &whole);
+        for (most, ways) in [(usize::MAX, None), (1, None), (1, Some(2)), (2, Some(3))] {
+            let what = || format!("tiles of {most} tokens, {ways:?} ways, window {window:?}");
+            assert_same_bits(&placed.attend(start, end, Height::Rows16, most, ways), &whole, &what);
         }
     }
 }
@@ -202,9 +230,9 @@ fn a_rows_bits_are_the_same_in_any_tile_and_chunk_as_prompt_and_as_decode_row() 
         let (start, end) = (500, 561);
         let sequence = Sequence::random(random.word(), shape, end, block_tokens);
         let placed = sequence.place(&gpu);
-        let whole = placed.attend(start, end, Height::Rows64, usize::MAX, None);
+        let whole = placed.attend(start, end, Height::Rows128, usize::MAX, None);
         for (height, most) in
-            [(Height::Rows16, usize::MAX), (Height::Rows16, 1), (Height::Rows64, 1), (Height::Rows64, 3)]
+            [(Height::Rows16, usize::MAX), (Height::Rows16, 1), (Height::Rows128, 1), (Height::Rows128, 3)]
         {
             let what = || format!("{height:?} of {most} tokens, {shape:?}");
             assert_same_bits(&placed.attend(start, end, height, most, None), &whole, &what);
@@ -216,7 +244,7 @@ fn a_rows_bits_are_the_same_in_any_tile_and_chunk_as_prompt_and_as_decode_row() 
         for _ in 0..6 {
             let from = start + random.below(end - start);
             let to = from + 1 + random.below(end - from);
-            let height = [Height::Rows16, Height::Rows64][random.below(2)];
+            let height = [Height::Rows16, Height::Rows128][random.below(2)];
             let want = &whole[(from - start) * sequence.width()..(to - start) * sequence.width()];
             let what = || format!("{from}..{to} by {height:?}, {shape:?}");
             assert_same_bits(&placed.attend(from, to, height, usize::MAX, None), want, &what);
@@ -225,7 +253,7 @@ fn a_rows_bits_are_the_same_in_any_tile_and_chunk_as_prompt_and_as_decode_row() 
 }
 
 /// A sequence whose every order of partitions has other bits: scores are 0, so that sums of values are exact within a
-/// partition, those of the partitions 1 and 3 cancel, and between them the others are rounded to multiples of 8.
+/// partition, those of the partitions 1 and 3 cancel, and between them the others are rounded to multiples of 4.
 fn sensitive(shape: Shape, tokens: usize) -> Sequence {
     let mut sequence = Sequence::random(40, shape, tokens, 16);
     sequence.keys.fill(bf16::ZERO);
@@ -248,7 +276,7 @@ fn partitions_are_merged_in_ascending_order_and_another_order_is_noticed() {
         let end = 3 * PARTITION + 64;
         for (sequence, start) in [(Sequence::random(41, shape, end, 16), end - 10), (sensitive(shape, end), end - 1)] {
             let placed = sequence.place(&gpu);
-            let whole = placed.attend(start, end, Height::Rows64, usize::MAX, None);
+            let whole = placed.attend(start, end, Height::Rows128, usize::MAX, None);
             for (ways, most) in [(1, 1), (3, 1), (4, 1), (2, 4)] {
                 let what = || format!("{ways} ways, {most} tokens, window {window:?}");
                 assert_same_bits(&placed.attend(start, end, Height::Rows16, most, Some(ways)), &whole, &what);

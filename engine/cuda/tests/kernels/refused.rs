@@ -85,19 +85,19 @@ fn heads_and_tiles_are_checked() {
     let split = Split { partials: LARGE, partitions: 3, ways: 2, tokens: 1 };
     let split_asked = Attention { split: Some(split), ..asked };
     assert_eq!(attention(&split_asked).expect("a launch").grid, [4, 2, 2]);
-    refused(attention(&Attention { height: Height::Rows64, ..split_asked }), "are not split");
+    refused(attention(&Attention { height: Height::Rows128, ..split_asked }), "are not split");
     refused(attention(&Attention { split: Some(Split { ways: 4, ..split }), ..asked }), "4 ways for 3 partitions");
     let partials = Mem::new(0x1000, Split::bytes(4, 8, 1, 3, 64) - 1);
     refused(attention(&Attention { split: Some(Split { partials, ..split }), ..asked }), "partials needs");
-    assert_eq!(PARTITION, 512);
+    assert_eq!(PARTITION, 256);
 }
 
 #[test]
 fn tiles_cover_a_chunk() {
     let (mut few, mut many) = (Vec::new(), Vec::new());
     Height::Rows16.cut(3, 7, 11, 2, 100, &mut few);
-    Height::Rows64.cut(3, 7, 30, 2, 100, &mut many);
+    Height::Rows128.cut(3, 7, 50, 2, 100, &mut many);
     let tile = |first_row, tokens, start| Tile { first_row, tokens, table: 2, start };
     assert_eq!(few, [tile(7, 5, 100), tile(12, 5, 105), tile(17, 1, 110)]);
-    assert_eq!(many, [tile(7, 21, 100), tile(28, 9, 121)]);
+    assert_eq!(many, [tile(7, 42, 100), tile(49, 8, 142)]);
 }
