@@ -87,6 +87,26 @@ struct Row {
     }
 };
 
+// Shows `use` all logits of this thread, by ascending id. A block alone with a row waits for memory, not for bandwidth:
+// eight loads are under way at a time.
+template <typename Use>
+__device__ __forceinline__ void each_logit(const Row& row, Use use) {
+    constexpr u32 LOADS = 8;
+    for (u32 first = threadIdx.x; first < row.count; first += LOADS * blockDim.x) {
+        float logits[LOADS];
+#pragma unroll
+        for (u32 i = 0; i < LOADS; i++) {
+            u32 id = first + i * blockDim.x;
+            logits[i] = id < row.count ? row.logits[id] : 0.0f;
+        }
+#pragma unroll
+        for (u32 i = 0; i < LOADS; i++) {
+            u32 id = first + i * blockDim.x;
+            if (id < row.count) use(logits[i], id);
+        }
+    }
+}
+
 __device__ __forceinline__ u64 warp_sum_u64(u64 value) {
 #pragma unroll
     for (u32 distance = WARP / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(ALL_LANES, value, distance);
@@ -213,12 +233,11 @@ __device__ __forceinline__ u32 draw(Scratch& scratch, const Row& row, u64 least,
 __device__ __forceinline__ bool find_greatest(Scratch& scratch, Row& row, u32& likeliest) {
     float value = NEGATIVE_INFINITY;
     u32 index = NONE, wrong = 0;
-    for (u32 id = threadIdx.x; id < row.count; id += blockDim.x) {
-        float logit = row.logits[id];
+    each_logit(row, [&](float logit, u32 id) {
         if (logit != logit) wrong = 1;
         logit = fminf(logit, MOST_F32);
         if (logit > value) value = logit, index = id;
-    }
+    });
     warp_argmax(value, index);
     wrong = warp_sum_u32(wrong);
     if (threadIdx.x % WARP == 0) {
@@ -285,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(1024)
             u64 mass = 0;
             bool is_possible = row.greatest > NEGATIVE_INFINITY;
             if (is_possible)
-                for (u32 id = threadIdx.x; id < vocabulary; id += blockDim.x) mass += row.weight(row.logit(id));
+                each_logit(row, [&](float logit, u32) { mass += row.weight(fminf(logit, MOST_F32)); });
             mass = block_sum(scratch, mass);
             if (choice.scale > 0.0f && is_possible) {
                 row.scale = choice.scale, row.least = choice.min_p;
