@@ -34,6 +34,7 @@ mod flight;
 pub mod graph;
 mod inputs;
 pub mod kernels;
+mod lane;
 mod large;
 pub mod loaded;
 pub mod loader;

@@ -14,17 +14,11 @@ use tandem_memory::{KvMemory, Place, Run, WORD_BYTES};
 use crate::buffer::Buffer;
 use crate::context::Context;
 use crate::error::CudaError;
-use crate::kernels::blocks::{Piece, Xxh3, xxh3};
+use crate::lane::Lane;
 use crate::loaded::Kernels;
-use crate::pinned::Pinned;
-use crate::stream::Stream;
 
-/// Bytes of pinned memory of a lane.
-const LANE_BYTES: usize = 4 << 20;
 /// Copies of so many threads run side by side, others wait.
 const LANES: usize = 4;
-/// Pieces that are hashed by one launch.
-const LANE_PIECES: usize = 4096;
 
 /// KV memory of a device.
 pub struct CudaMemory {
@@ -37,14 +31,6 @@ pub struct CudaMemory {
     returned: Condvar,
     /// Why the device is lost.
     lost: OnceLock<String>,
-}
-
-/// What one copy or hash at a time needs.
-struct Lane {
-    stream: Stream,
-    pinned: Pinned,
-    pieces: Buffer,
-    digests: Buffer,
 }
 
 impl CudaMemory {
@@ -113,56 +99,6 @@ impl CudaMemory {
     }
 }
 
-impl Lane {
-    fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
-        Ok(Self {
-            stream: Stream::new(context)?,
-            pinned: Pinned::new(context, LANE_BYTES)?,
-            pieces: Buffer::new(context, "pieces to hash", LANE_PIECES * size_of::<Piece>())?,
-            digests: Buffer::new(context, "hashes", LANE_PIECES * size_of::<u64>())?,
-        })
-    }
-
-    fn read(&mut self, arena: &Buffer, at: usize, out: &mut [u8]) -> Result<(), CudaError> {
-        for (index, piece) in out.chunks_mut(LANE_BYTES).enumerate() {
-            arena.download(at + index * LANE_BYTES, &self.pinned, 0, piece.len(), &self.stream)?;
-            self.stream.synchronize()?;
-            // SAFETY: the copy has ended.
-            piece.copy_from_slice(unsafe { self.pinned.slice(0, piece.len()) });
-        }
-        Ok(())
-    }
-
-    fn write(&mut self, arena: &Buffer, at: usize, bytes: &[u8]) -> Result<(), CudaError> {
-        for (index, piece) in bytes.chunks(LANE_BYTES).enumerate() {
-            // SAFETY: the copy before has ended: each is waited for.
-            unsafe { self.pinned.slice_mut(0, piece.len()) }.copy_from_slice(piece);
-            arena.upload(at + index * LANE_BYTES, &self.pinned, 0, piece.len(), &self.stream)?;
-            self.stream.synchronize()?;
-        }
-        Ok(())
-    }
-
-    fn digests(&mut self, arena: &Buffer, kernels: &Kernels, pieces: &[Run], out: &mut [u64]) -> Result<(), CudaError> {
-        // SAFETY: no copy is under way, each is waited for.
-        let words = unsafe { self.pinned.slice_mut::<u64>(0, 2 * pieces.len()) };
-        for ([at, bytes], piece) in words.as_chunks_mut::<2>().0.iter_mut().zip(pieces) {
-            (*at, *bytes) = (piece.at as u64, piece.bytes as u64);
-        }
-        let count = pieces.len();
-        self.pieces.upload(0, &self.pinned, 0, count * size_of::<Piece>(), &self.stream)?;
-        let launch = Xxh3 { digests: self.digests.mem(), memory: arena.mem(), pieces: self.pieces.mem(), count };
-        // SAFETY: the pieces are inside the arena, by the caller's check; all memory is this lane's or the arena's, and
-        // waited for below.
-        unsafe { kernels.launch(&self.stream, xxh3(&launch)) }?;
-        self.digests.download(0, &self.pinned, 0, size_of_val(out), &self.stream)?;
-        self.stream.synchronize()?;
-        // SAFETY: the copy has ended.
-        out.copy_from_slice(unsafe { self.pinned.slice(0, out.len()) });
-        Ok(())
-    }
-}
-
 impl KvMemory for CudaMemory {
     fn bytes(&self) -> usize {
         self.bytes
@@ -187,8 +123,7 @@ impl KvMemory for CudaMemory {
         pieces.iter().for_each(|piece| self.check(piece.at, piece.bytes));
         let hashed = self.with_lane("a hash", |lane| {
             self.context.flush_foreign_writes()?;
-            let mut parts = pieces.chunks(LANE_PIECES).zip(out.chunks_mut(LANE_PIECES));
-            parts.try_for_each(|(pieces, out)| lane.digests(&self.arena, &self.kernels, pieces, out))
+            lane.digests(&self.arena, &self.kernels, pieces, out)
         });
         if !hashed {
             let random = RandomState::new();

@@ -10,6 +10,7 @@ use crate::context::Context;
 use crate::driver;
 use crate::error::CudaError;
 use crate::kernels::attention::Tile;
+use crate::kernels::blocks::PieceRow;
 use crate::kernels::choose::{Choice, Outcome};
 
 /// Values that are plain bytes: any bytes are one, and all bytes of one are written.
@@ -31,6 +32,8 @@ unsafe impl Plain for Choice {}
 unsafe impl Plain for Outcome {}
 // SAFETY: four words, laid out as in C.
 unsafe impl Plain for Tile {}
+// SAFETY: three words, laid out as in C.
+unsafe impl Plain for PieceRow {}
 
 /// Page-locked memory of the host.
 #[derive(Debug)]

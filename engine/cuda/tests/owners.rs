@@ -15,6 +15,7 @@ use tandem_cuda::{
 };
 use tandem_cuda_emu::{Count, Fault, Setting, count, fail_nth, seen, set};
 use tandem_memory::{KvMemory, Run};
+use xxhash_rust::xxh3::xxh3_64;
 
 /// `None` where there is no device.
 fn turn() -> Option<MutexGuard<'static, ()>> {
@@ -121,6 +122,41 @@ fn kv_memory_is_bound_settled_and_flushed() {
     assert_eq!(count(Count::Flushes), flushes.map(|flushes| flushes + 1));
     assert_ne!(digests[0], digests[1]);
     assert_eq!(memory.lost(), None);
+}
+
+/// More than one launch takes, more rows than it takes, and more than are queued at once; of lengths of all kinds.
+#[test]
+fn many_pieces_are_hashed_in_their_order() {
+    let Some(_turn) = turn() else { return };
+    let context = context();
+    let kernels = Kernels::load(&context, &Folders::default()).expect("kernels");
+    let words = 40_000usize;
+    let bytes: Vec<u8> = (0..words as u64).flat_map(|at| (at * 0x9e37_79b9_7f4a_7c15).to_le_bytes()).collect();
+    let memory = CudaMemory::new(&context, &kernels, bytes.len(), 0).expect("room");
+    memory.write(0, &bytes);
+    let word = |at: usize| Run { at: 8 * at, bytes: 8 };
+    let leaves = (0..bytes.len() / 4096).map(|leaf| Run { at: 4096 * leaf, bytes: 4096 });
+    let lists: [Vec<Run>; 5] = [
+        vec![],
+        leaves.clone().collect(),
+        // One row, of three turns.
+        (0..words).map(word).collect(),
+        // A row each, of several turns of rows and more than are queued at once.
+        (0..9000).map(|at| word(at * 7919 % words)).collect(),
+        leaves
+            .clone()
+            .chain((0..20_000).rev().map(word))
+            .chain(leaves.rev())
+            .chain((0..66_000).map(|at| word(at % words)))
+            .collect(),
+    ];
+    for pieces in lists {
+        let mut digests = vec![0; pieces.len()];
+        memory.digests(&pieces, &mut digests);
+        for (piece, digest) in pieces.into_iter().zip(digests) {
+            assert_eq!(digest, xxh3_64(&bytes[piece.at..][..piece.bytes]), "{piece:?}");
+        }
+    }
 }
 
 #[test]

@@ -6,19 +6,22 @@ use super::launch::{Arg, Checks, Launch, Mem, Refused};
 pub const KERNELS: [Kernel; 2] =
     [Kernel { name: "xxh3_pieces", shared_bytes: 0 }, Kernel { name: "copy_blocks", shared_bytes: 0 }];
 
-/// Warps of a block of `xxh3_pieces`; each has a piece.
-const WARPS: usize = 4;
+/// Threads of a block of `xxh3_pieces`, and how many of them have a piece together.
+const HASH_THREADS: u32 = 128;
+const PIECE_LANES: usize = 4;
 /// Threads of a block of `copy_blocks`.
 const THREADS: u32 = 256;
 
-/// Adjacent bytes of a memory, as the kernel reads them.
+/// Pieces of one length that lie side by side, as the kernel reads them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
-pub struct Piece {
-    /// First byte, counted from the memory's start; a multiple of 8.
+pub struct PieceRow {
+    /// First byte of the first one, counted from the memory's start; a multiple of 8.
     pub at: u64,
-    /// Length; a multiple of 8.
+    /// Length of each; a multiple of 8.
     pub bytes: u64,
+    /// Pieces of the rows before this one.
+    pub first: u64,
 }
 
 /// Hashes of pieces.
@@ -28,26 +31,31 @@ pub struct Xxh3 {
     pub digests: Mem,
     /// What is hashed; its address is a multiple of 8.
     pub memory: Mem,
-    /// [`Piece`] `[count]`, all within `memory`.
-    pub pieces: Mem,
+    /// [`PieceRow`] `[row_count]`, all within `memory`, in the order of their pieces.
+    pub rows: Mem,
+    /// Number of rows, at least 1.
+    pub row_count: usize,
     /// Number of pieces.
     pub count: usize,
 }
 
-/// `digests[i] = XXH3-64(pieces[i])`, without a seed. A warp each: many short ones are faster than few long ones.
+/// `digests[i] = XXH3-64(piece i)`, without a seed. A few lanes each: many short ones are faster than few long ones.
 ///
 /// # Errors
-/// For memory that is too small or not aligned.
+/// For memory that is too small or not aligned, and for no rows.
 pub fn xxh3(xxh3: &Xxh3) -> Result<Launch, Refused> {
-    let &Xxh3 { digests, memory, pieces, count } = xxh3;
+    let &Xxh3 { digests, memory, rows, row_count, count } = xxh3;
     let check = Checks("xxh3_pieces");
+    check.require(row_count > 0, || "no rows".to_owned())?;
     let args = [
         check.array("digests", digests, count, 8)?,
         check.array("memory", memory, memory.bytes / 8, 8)?,
-        check.wide("pieces", pieces, count, size_of::<Piece>())?,
+        check.array("rows", rows, 3 * row_count, size_of::<u64>())?,
+        Arg::U32(check.size("row_count", row_count)?),
         Arg::U32(check.size("count", count)?),
     ];
-    Ok(Launch::new("xxh3_pieces", [check.size("count", count.div_ceil(WARPS))?, 1, 1], 32 * WARPS as u32, &args))
+    let blocks = count.div_ceil(HASH_THREADS as usize / PIECE_LANES);
+    Ok(Launch::new("xxh3_pieces", [check.size("count", blocks)?, 1, 1], HASH_THREADS, &args))
 }
 
 /// Copies between blocks of an arena.

@@ -1,5 +1,5 @@
 //! Hashes and copies of blocks.
-use tandem_cuda::kernels::blocks::{CopyBlocks, Piece, Xxh3, copy_blocks, xxh3};
+use tandem_cuda::kernels::blocks::{CopyBlocks, PieceRow, Xxh3, copy_blocks, xxh3};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::gpu::{Gpu, Random};
@@ -8,19 +8,30 @@ use crate::gpu::{Gpu, Random};
 fn hashes_are_those_of_the_crate_for_all_lengths() {
     let Some(gpu) = Gpu::get() else { return };
     let mut random = Random(10);
-    let words: Vec<u64> = (0..4096).map(|_| random.word()).collect();
+    let words: Vec<u64> = (0..8192).map(|_| random.word()).collect();
     let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
     // Every length up to a leaf and a word more, at places that are aligned to words only; and some that are longer.
-    let mut pieces: Vec<Piece> = (0..=513).map(|words| Piece { at: 8 * (words * 7 % 509), bytes: 8 * words }).collect();
-    pieces.extend([(0, 8192), (8, 12_296), (16, 20_480), (0, 32_768)].map(|(at, bytes)| Piece { at, bytes }));
-    let (memory, list) = (gpu.holding(&words), gpu.holding(&pieces));
-    let digests = gpu.space::<u64>(pieces.len());
-    let count = pieces.len();
-    gpu.launch(xxh3(&Xxh3 { digests: digests.mem(), memory: memory.mem(), pieces: list.mem(), count }));
-    for (got, piece) in gpu.read::<u64>(&digests).into_iter().zip(pieces) {
-        let want = xxh3_64(&bytes[piece.at as usize..][..piece.bytes as usize]);
-        assert_eq!(got, want, "{piece:?}");
+    let mut pieces: Vec<(u64, u64, u64)> = (0..=513).map(|words| (8 * (words * 7 % 509), 8 * words, 1)).collect();
+    pieces.extend([(0, 8192, 1), (8, 12_296, 1), (16, 20_480, 1), (0, 32_768, 1)]);
+    // Rows of several: leaves, words, and lengths of which every second one is not aligned to 16 bytes.
+    pieces.extend([(4096, 4096, 13), (8, 8, 37), (24, 1032, 5), (8, 4104, 9), (0, 0, 3)]);
+    let (mut rows, mut first) = (Vec::new(), 0);
+    for &(at, bytes, count) in &pieces {
+        rows.push(PieceRow { at, bytes, first });
+        first += count;
     }
+    let (memory, list, count) = (gpu.holding(&words), gpu.holding(&rows), first as usize);
+    let digests = gpu.space::<u64>(count);
+    let asked = Xxh3 { digests: digests.mem(), memory: memory.mem(), rows: list.mem(), row_count: rows.len(), count };
+    gpu.launch(xxh3(&asked));
+    let mut got = gpu.read::<u64>(&digests).into_iter();
+    for (at, length, count) in pieces {
+        for place in (0..count).map(|piece| at + piece * length) {
+            let want = xxh3_64(&bytes[place as usize..][..length as usize]);
+            assert_eq!(got.next(), Some(want), "{length} bytes at {place}");
+        }
+    }
+    assert_eq!(got.next(), None);
 }
 
 #[test]

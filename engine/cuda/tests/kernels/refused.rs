@@ -25,8 +25,10 @@ fn memory_is_measured() {
     refused(product(&Product { weight: Mem::new(0x1008, 1 << 20), ..asked }, 1), "weight at 0x1008 is not aligned");
     refused(product(&Product { n: usize::MAX / 2, ..asked }, 1), "out needs");
     refused(product(&Product { rows: 4, n: usize::MAX / 2, ..asked }, 1), "too much");
-    let asked = Xxh3 { digests: Mem::new(0x1000, 8), memory: LARGE, pieces: LARGE, count: 2 };
+    let asked = Xxh3 { digests: Mem::new(0x1000, 8), memory: LARGE, rows: LARGE, row_count: 1, count: 2 };
     refused(xxh3(&asked), "digests needs 2 × 8 bytes");
+    refused(xxh3(&Xxh3 { rows: Mem::new(0x1000, 47), row_count: 2, count: 1, ..asked }), "rows needs 6 × 8 bytes");
+    refused(xxh3(&Xxh3 { row_count: 0, ..asked }), "no rows");
 }
 
 #[test]
