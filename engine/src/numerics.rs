@@ -17,7 +17,7 @@ pub enum Arithmetic {
     /// How weights become bf16: `ops/bf16_k32.rs`.
     Bf16K32,
     /// CUDA: bf16 inputs, products in segments of 4,096 `k`, each a chain of `mma.m16n8k16` with f32 sums, segments
-    /// added in their order; attention in partitions of 512 keys, merged in theirs.
+    /// added in their order; attention in partitions of 256 keys, merged in theirs (`kernels/attention.cu`).
     MmaK4096,
     /// No model: tokens are a hash of the KV.
     Simulated,
