@@ -181,8 +181,8 @@ __device__ __forceinline__ void cp_async_wait() {
 
 // ------------------------------------------------------------------------------------------ products of a warpgroup
 // Four adjacent warps, the first of a number divisible by 4, multiply 64 rows together: on Hopper by wgmma, elsewhere
-// and under emulation each warp its 16 rows by ldmatrix and mma. Warp w has the rows from 16 w on, and in d[tile] what
-// mma_m16n8k16 would have there, with the same bits. Operands in shared memory are panels: rows of 64 bfloat16, in
+// and under emulation each warp its 16 rows by ldmatrix and mma. Warp w has rows 16 w and following, and in d[tile]
+// what mma_m16n8k16 would have there, with the same bits. Operands in shared memory are panels: rows of 64 bfloat16, in
 // pieces of 8 whose order depends on the row, so that neither ldmatrix nor wgmma has bank conflicts. A wider operand is
 // several panels, one after the other; each begins at a multiple of 1024 bytes.
 //

@@ -14,7 +14,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 use crate::context::Context;
 use crate::driver::{self, Failure, Status};
 use crate::error::CudaError;
-use crate::kernels::{HEADER, SOURCES, Source};
+use crate::kernels::{HEADERS, SOURCES, Source};
 use crate::module::Module;
 use crate::nvrtc::{compiler_failed, nvrtc_version};
 
@@ -98,7 +98,8 @@ struct Kept(Option<PathBuf>);
 impl Kept {
     fn of(source: &Source, arch: &str, nvrtc: &str, cache: Option<&Path>) -> Self {
         let mut hasher = Xxh3::new();
-        for text in [nvrtc, arch, HEADER.0, HEADER.1, source.name, source.text].into_iter().chain(OPTIONS) {
+        let headers = HEADERS.into_iter().flat_map(|(name, text)| [name, text]);
+        for text in [nvrtc, arch].into_iter().chain(headers).chain([source.name, source.text]).chain(OPTIONS) {
             hasher.update(&(text.len() as u64).to_le_bytes());
             hasher.update(text.as_bytes());
         }
@@ -137,8 +138,8 @@ fn compile(source: &Source, arch: &str) -> Result<Vec<u8>, CudaError> {
         CString::new(text).map_err(|_| CudaError::Kernels(format!("{} has a zero in its text", source.name)))
     };
     let (name, code) = (text(source.name)?, text(source.text)?);
-    let (header_name, header) = (text(HEADER.0)?, text(HEADER.1)?);
-    let program = Program::new(&code, &name, &header, &header_name)?;
+    let headers = HEADERS.map(|(name, code)| Ok::<_, CudaError>((text(name)?, text(code)?)));
+    let program = Program::new(&code, &name, &headers.into_iter().collect::<Result<Vec<_>, _>>()?)?;
     let options: Vec<CString> =
         OPTIONS.into_iter().map(text).chain([text(&format!("--gpu-architecture={arch}"))]).collect::<Result<_, _>>()?;
     let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
@@ -165,12 +166,16 @@ fn compile(source: &Source, arch: &str) -> Result<Vec<u8>, CudaError> {
 struct Program(nvrtcProgram);
 
 impl Program {
-    fn new(code: &CStr, name: &CStr, header: &CStr, header_name: &CStr) -> Result<Self, CudaError> {
-        let (mut program, headers, names) = (std::ptr::null_mut(), [header.as_ptr()], [header_name.as_ptr()]);
-        // SAFETY: strings and arrays of one string each, which the call copies; it writes the handle.
+    /// `headers`: name and text of each.
+    fn new(code: &CStr, name: &CStr, headers: &[(CString, CString)]) -> Result<Self, CudaError> {
+        let mut program = std::ptr::null_mut();
+        let (names, texts): (Vec<_>, Vec<_>) =
+            headers.iter().map(|(name, text)| (name.as_ptr(), text.as_ptr())).unzip();
+        // SAFETY: strings, and arrays of as many strings as there are headers, which the call copies; it writes the
+        // handle.
         let created = unsafe {
-            let (code, name) = (code.as_ptr(), name.as_ptr());
-            driver::nvrtcCreateProgram(&mut program, code, name, 1, headers.as_ptr(), names.as_ptr())
+            let (code, name, count) = (code.as_ptr(), name.as_ptr(), headers.len() as i32);
+            driver::nvrtcCreateProgram(&mut program, code, name, count, texts.as_ptr(), names.as_ptr())
         };
         created.map(|()| Self(program)).map_err(compiler_failed)
     }

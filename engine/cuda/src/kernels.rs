@@ -24,7 +24,7 @@ pub mod product;
 pub mod qkv;
 pub mod rows;
 
-/// A file of kernels, as NVRTC compiles it: [`HEADER`] is the one that it includes.
+/// A file of kernels, as NVRTC compiles it: it includes [`HEADERS`].
 #[derive(Clone, Copy, Debug)]
 pub struct Source {
     /// File name.
@@ -45,8 +45,11 @@ pub struct Kernel {
     pub shared_bytes: u32,
 }
 
-/// Name and text of the header that every source includes.
-pub const HEADER: (&str, &str) = ("device.cuh", include_str!("../kernels/device.cuh"));
+/// Names and texts of the headers: the one that every source includes, and that of the kernels of attention.
+pub const HEADERS: [(&str, &str); 2] = [
+    ("device.cuh", include_str!("../kernels/device.cuh")),
+    ("attention.cuh", include_str!("../kernels/attention.cuh")),
+];
 
 /// All sources.
 pub const SOURCES: [Source; 6] = [

@@ -128,8 +128,9 @@ fn bits_do_not_depend_on_who_merges_partitions() {
     assert!(logits[1..].iter().all(|other| *other == logits[0]));
 }
 
-/// Over several segments of `k`, by kernels for few rows and for many, in blocks of their own, with a second launch that
-/// adds them; and by cuBLASLt, where there is one. (`kernels/products.rs` has them one after another in a block as well.)
+/// Over several segments of `k`: by kernels for few rows and for many, in blocks of their own, with a second launch
+/// that adds them; and by cuBLASLt, where there is one. (`kernels/products.rs` has them one after another in a block
+/// as well.)
 #[test]
 fn bits_do_not_depend_on_how_a_product_is_split() {
     if !device() {
