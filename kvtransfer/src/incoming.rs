@@ -102,13 +102,10 @@ impl Incoming {
 }
 
 fn cover(mut manifest: Manifest, landed: Batch) -> Manifest {
-    for Piece { range, leaves } in landed.pieces {
-        if leaves.is_empty() {
-            manifest.cover_range(range);
-        } else {
-            manifest.note_range(range, &leaves);
-        }
-    }
+    let (unhashed, hashed): (Vec<Piece>, Vec<Piece>) =
+        landed.pieces.into_iter().partition(|piece| piece.leaves.is_empty());
+    hashed.iter().for_each(|piece| manifest.note_range(piece.range, &piece.leaves));
+    manifest.cover_ranges(unhashed.iter().map(|piece| piece.range));
     manifest
 }
 

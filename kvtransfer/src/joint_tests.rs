@@ -450,7 +450,7 @@ impl World {
         }
         let arrived = self.sessions.written(range, self.now);
         if let Some(manifest) = &mut self.manifest {
-            manifest.cover_range(range);
+            manifest.cover_ranges([range]);
         }
         self.whole(arrived);
     }

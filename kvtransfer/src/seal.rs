@@ -39,8 +39,8 @@ struct Batch {
     leaves: Vec<Run>,
 }
 
-/// 4 MiB of KV.
-const MOST_LEAVES: usize = 1024;
+/// 64 MiB of KV.
+const MOST_LEAVES: usize = 16 << 10;
 
 impl Manifest {
     /// Of `blocks` of `arena` in hand-off order, each of `units` equal pieces: 1, or [`Arena::units`].
@@ -53,25 +53,37 @@ impl Manifest {
     /// These units of the blocks with these indices are final: hashes them. What the hand-off does not have is ignored,
     /// and so is what was covered before. Blocks the thread for as long as hashing takes, some 100 µs a MiB.
     pub fn cover(&mut self, blocks: Range<u32>, units: Range<u8>) {
+        self.cover_all([(blocks, units)]);
+    }
+
+    /// The pieces of ranges that have landed: together, as each time that a device is asked takes it 30 µs.
+    pub(crate) fn cover_ranges(&mut self, ranges: impl IntoIterator<Item = DataHeader>) {
+        let of = self.units;
+        let pieces =
+            |range: DataHeader| Some((range.first..range.first.saturating_add(range.count), range.units.of(of)?));
+        self.cover_all(ranges.into_iter().filter_map(pieces));
+    }
+
+    fn cover_all(&mut self, pieces: impl IntoIterator<Item = (Range<u32>, Range<u8>)>) {
         let mut batch = Batch::default();
-        for index in blocks.start..blocks.end.min(self.blocks.len() as u32) {
-            for unit in units.start..units.end.min(self.units) {
-                if !self.is_hashed(index, unit) {
-                    batch.units.push((index, unit));
-                    batch.leaves.extend(self.arena.leaves(self.blocks[index as usize], self.layers(unit)));
+        for (blocks, units) in pieces {
+            for index in blocks.start..blocks.end.min(self.blocks.len() as u32) {
+                self.add(index, units.clone(), &mut batch);
+                if batch.leaves.len() >= MOST_LEAVES {
+                    self.hash(std::mem::take(&mut batch));
                 }
-            }
-            if batch.leaves.len() >= MOST_LEAVES {
-                self.hash(std::mem::take(&mut batch));
             }
         }
         self.hash(batch);
     }
 
-    /// The pieces of a range that has landed.
-    pub(crate) fn cover_range(&mut self, range: DataHeader) {
-        if let Some(units) = range.units.of(self.units) {
-            self.cover(range.first..range.first.saturating_add(range.count), units);
+    /// To a batch what of a block is not hashed yet.
+    fn add(&self, index: u32, units: Range<u8>, batch: &mut Batch) {
+        for unit in units.start..units.end.min(self.units) {
+            if !self.is_hashed(index, unit) {
+                batch.units.push((index, unit));
+                batch.leaves.extend(self.arena.leaves(self.blocks[index as usize], self.layers(unit)));
+            }
         }
     }
 

@@ -16,7 +16,7 @@ use tokio::sync::watch;
 
 use crate::groups::MIN_FRAME_BYTES;
 use crate::link::{Links, Receiver};
-use crate::plan::{MAX_PIECE_BYTES, Piece, Plan, Progress, Shape};
+use crate::plan::{MAX_GPU_PIECE_BYTES, MAX_PIECE_BYTES, Piece, Plan, Progress, Shape};
 use crate::settings::{Push, Settings};
 
 /// Of a piece that a fault delays.
@@ -165,7 +165,11 @@ impl Sender<'_> {
                 Push::Overlap => MIN_FRAME_BYTES,
                 Push::Whole => usize::MAX,
             },
-            max_bytes: if self.settings.push_delay.is_zero() { MAX_PIECE_BYTES } else { DELAYED_PIECE_BYTES },
+            max_bytes: match self.node.arena.memory().place().host() {
+                _ if !self.settings.push_delay.is_zero() => DELAYED_PIECE_BYTES,
+                Some(_) => MAX_PIECE_BYTES,
+                None => MAX_GPU_PIECE_BYTES,
+            },
         }
     }
 

@@ -1,11 +1,10 @@
 // On the bytes of KV blocks: XXH3-64 of pieces (xxhash_spec.md of Cyan4973/xxHash; 64 bits, default secret, no seed)
 // and copies between blocks. Launches: src/kernels/blocks.rs.
 //
-// Bound by memory bandwidth. A piece is one chain of steps of 1 KiB, of eight sums that do not meet before its end; so
-// four lanes have a piece, two sums each, and a warp has eight. A lane's two words are each other's partners: nothing
-// is shuffled before the end, and eight loads of 16 bytes are under way. (A warp a piece, four stripes side by side,
-// takes twice as many instructions.) Pieces up to 240 bytes are one lane's work: there are none in the blocks of real
-// models.
+// Bound by memory bandwidth: about eight integer operations for eight bytes. A piece is one chain of steps of 1 KiB,
+// so a warp has one, and many short pieces fill the card: 4 stripes of 64 bytes side by side, lane = stripe * 8 + word,
+// which are 256 adjacent bytes an access. Within a step of 1 KiB the stripes' sums commute; they join before the
+// scramble. Pieces up to 240 bytes are one lane's work: there are none in the blocks of real models.
 //
 // All addresses and lengths are multiples of 8.
 #include "device.cuh"
@@ -19,10 +18,6 @@ constexpr u32 STRIPE_WORDS = 8;
 // Stripes of a step: as many as there are places for their keys in the secret.
 constexpr u32 STEP_STRIPES = 16;
 constexpr u32 STEP_WORDS = STRIPE_WORDS * STEP_STRIPES;
-// Lanes that have a piece.
-constexpr u32 PIECE_LANES = 4;
-// Stripes that are loaded before the first of them is used.
-constexpr u32 AHEAD = 8;
 
 // The default secret, 192 bytes. Not __constant__, which serves one address at a time: lanes read different words.
 __device__ const u64 SECRET[24] = {
@@ -97,71 +92,59 @@ __device__ __forceinline__ u64 short_hash(const u64* words, u32 bytes) {
     return avalanche(hash + mix(words + count - 2, 136 - 17));
 }
 
+// What a lane adds for its word of a stripe.
+__device__ __forceinline__ u64 accumulate(u64 data, u64 key) {
+    u64 keyed = data ^ key;
+    return (keyed & 0xffffffffULL) * (keyed >> 32) + __shfl_xor_sync(ALL_LANES, data, 1);
+}
+
 // What the accumulators begin with.
 __device__ const u64 INITIAL[STRIPE_WORDS] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
                                               PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
 
-// A lane's two sums.
-struct Sums {
-    u64 low, high;
-
-    __device__ __forceinline__ void add(u64 first, u64 second, u64 first_key, u64 second_key) {
-        u64 a = first ^ first_key, b = second ^ second_key;
-        low += (a & 0xffffffffULL) * (a >> 32) + second;
-        high += (b & 0xffffffffULL) * (b >> 32) + first;
-    }
-};
-
-__device__ __forceinline__ u64 scrambled(u64 sum, u64 key) { return (sum ^ sum >> 47 ^ key) * PRIME32_1; }
-
-// Two words, of which the first is aligned to 16 bytes if it IS_WIDE.
-template <bool IS_WIDE>
-__device__ __forceinline__ ulonglong2 two_words(const u64* words) {
-    if (IS_WIDE) return __ldcs(reinterpret_cast<const ulonglong2*>(words));
-    return make_ulonglong2(__ldcs(words), __ldcs(words + 1));
+// The sum over the four groups of lanes, in all lanes.
+__device__ __forceinline__ u64 join(u64 sum) {
+    sum += __shfl_xor_sync(ALL_LANES, sum, 8);
+    return sum + __shfl_xor_sync(ALL_LANES, sum, 16);
 }
 
-// More than 240 bytes, by four lanes, which `lanes` names.
-template <bool IS_WIDE>
-__device__ __forceinline__ u64 long_hash(const u64* words, u64 bytes, u32 lanes) {
-    u32 word = threadIdx.x % PIECE_LANES * 2;
+// More than 240 bytes, by all lanes of a warp.
+__device__ __forceinline__ u64 long_hash(const u64* words, u64 bytes) {
+    u32 lane = threadIdx.x % WARP, word = lane % STRIPE_WORDS, group = lane / STRIPE_WORDS;
+    u64 count = bytes / 8;
     // The last stripe is not among those of the steps, and may overlap them.
-    u64 steps = (bytes - 1) / (STEP_WORDS * 8);
-    u32 stripes = static_cast<u32>((bytes - 1 - steps * STEP_WORDS * 8) / (STRIPE_WORDS * 8));
-    Sums sums = {INITIAL[word], INITIAL[word + 1]};
-    u64 keys[STEP_STRIPES + 1];
+    u64 steps = (bytes - 1) / (STEP_WORDS * 8), stripes = (bytes - 1 - steps * STEP_WORDS * 8) / (STRIPE_WORDS * 8);
+    u64 sum = group == 0 ? INITIAL[word] : 0;
+    u64 scramble = secret(128 + 8 * word), keys[STEP_STRIPES / 4];
 #pragma unroll
-    for (u32 i = 0; i <= STEP_STRIPES; i++) keys[i] = SECRET[i + word];
-    const u64* data = words + word;
-    for (u64 step = 0; step < steps; step++, data += STEP_WORDS) {
+    for (u32 i = 0; i < STEP_STRIPES / 4; i++) keys[i] = SECRET[i * 4 + group + word];
+    for (u64 step = 0; step < steps; step++) {
+        const u64* data = words + step * STEP_WORDS + word;
+        u64 loaded[STEP_STRIPES / 4];
 #pragma unroll
-        for (u32 half = 0; half < STEP_STRIPES; half += AHEAD) {
-            ulonglong2 loaded[AHEAD];
+        for (u32 i = 0; i < STEP_STRIPES / 4; i++) loaded[i] = data[(i * 4 + group) * STRIPE_WORDS];
 #pragma unroll
-            for (u32 i = 0; i < AHEAD; i++) loaded[i] = two_words<IS_WIDE>(data + (half + i) * STRIPE_WORDS);
-#pragma unroll
-            for (u32 i = 0; i < AHEAD; i++) sums.add(loaded[i].x, loaded[i].y, keys[half + i], keys[half + i + 1]);
-        }
-        sums.low = scrambled(sums.low, secret(128 + 8 * word));
-        sums.high = scrambled(sums.high, secret(136 + 8 * word));
+        for (u32 i = 0; i < STEP_STRIPES / 4; i++) sum += accumulate(loaded[i], keys[i]);
+        sum = join(sum);
+        sum = (sum ^ sum >> 47 ^ scramble) * PRIME32_1;
+        if (group != 0) sum = 0;
     }
 #pragma unroll
-    for (u32 half = 0; half < STEP_STRIPES; half += AHEAD) {
-        ulonglong2 loaded[AHEAD];
-#pragma unroll
-        for (u32 i = 0; i < AHEAD; i++) {
-            if (half + i < stripes) loaded[i] = two_words<IS_WIDE>(data + (half + i) * STRIPE_WORDS);
-        }
-#pragma unroll
-        for (u32 i = 0; i < AHEAD; i++) {
-            if (half + i < stripes) sums.add(loaded[i].x, loaded[i].y, keys[half + i], keys[half + i + 1]);
-        }
+    for (u32 i = 0; i < STEP_STRIPES / 4; i++) {
+        // All lanes take part in the shuffle.
+        u32 stripe = i * 4 + group;
+        bool is_inside = stripe < stripes;
+        u64 data = is_inside ? words[steps * STEP_WORDS + stripe * STRIPE_WORDS + word] : 0;
+        u64 added = accumulate(data, keys[i]);
+        if (is_inside) sum += added;
     }
-    ulonglong2 last = two_words<false>(words + bytes / 8 - STRIPE_WORDS + word);
-    sums.add(last.x, last.y, secret(192 - 64 - 7 + 8 * word), secret(192 - 64 + 1 + 8 * word));
-    u64 product = fold(sums.low ^ secret(11 + 8 * word), sums.high ^ secret(19 + 8 * word));
-    product += __shfl_xor_sync(lanes, product, 1);
-    product += __shfl_xor_sync(lanes, product, 2);
+    u64 added = accumulate(words[count - STRIPE_WORDS + word], secret(192 - 64 - 7 + 8 * word));
+    if (group == 0) sum += added;
+    sum = join(sum) ^ secret(11 + 8 * word);
+    // Of the four products each stands in two lanes.
+    u64 product = fold(sum, __shfl_xor_sync(ALL_LANES, sum, 1));
+    product += __shfl_xor_sync(ALL_LANES, product, 2);
+    product += __shfl_xor_sync(ALL_LANES, product, 4);
     return avalanche(bytes * PRIME64_1 + product);
 }
 
@@ -190,19 +173,17 @@ __device__ __forceinline__ PieceRow row_of(const PieceRow* rows, u32 row_count, 
 extern "C" __global__ void __launch_bounds__(128)
     xxh3_pieces(u64* digests, const u8* memory, const PieceRow* rows, u32 row_count, u32 count) {
     follow_launches_before();
-    u32 index = (blockIdx.x * blockDim.x + threadIdx.x) / PIECE_LANES;
+    u32 index = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
     if (index >= count) return;
     PieceRow row = row_of(rows, row_count, index);
     const u64* words = reinterpret_cast<const u64*>(memory + row.at + (index - row.first) * row.bytes);
-    bool is_first = threadIdx.x % PIECE_LANES == 0;
-    if (row.bytes <= 240) {
-        if (is_first) digests[index] = short_hash(words, static_cast<u32>(row.bytes));
-        return;
+    bool is_first = threadIdx.x % WARP == 0;
+    if (row.bytes > 240) {
+        u64 hash = long_hash(words, row.bytes);
+        if (is_first) digests[index] = hash;
+    } else if (is_first) {
+        digests[index] = short_hash(words, static_cast<u32>(row.bytes));
     }
-    u32 lanes = 0xfu << threadIdx.x % WARP / PIECE_LANES * PIECE_LANES;
-    bool is_wide = reinterpret_cast<u64>(words) % 16 == 0;
-    u64 hash = is_wide ? long_hash<true>(words, row.bytes, lanes) : long_hash<false>(words, row.bytes, lanes);
-    if (is_first) digests[index] = hash;
 }
 TANDEM_KERNEL(xxh3_pieces)
 

@@ -22,6 +22,14 @@ use super::profile::{READS, UcxConfig, UcxProfile, opened_transports};
 use crate::arena::Arena;
 use crate::error::{TransferError, TransferErrorKind};
 
+/// Longest range of one frame: a copy of 1 MiB takes a device less time than a message does.
+const RANGE_BYTES: usize = 8 << 20;
+
+/// Longest range of one frame.
+pub(super) fn range_bytes(arena: &Arena, config: &UcxConfig) -> usize {
+    if holds(arena) { RANGE_BYTES } else { config.max_range_bytes }
+}
+
 /// The KV lies on a device.
 pub(super) fn holds(arena: &Arena) -> bool {
     matches!(arena.memory().place(), Place::Cuda { .. })

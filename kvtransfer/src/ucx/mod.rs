@@ -173,7 +173,7 @@ impl Transport for UcxTransport {
                 endpoint: opened.endpoint,
                 credit: opened.credit,
                 credit_bytes: self.config.credit_bytes,
-                max_range_bytes: self.config.max_range_bytes,
+                max_range_bytes: device::range_bytes(&self.shared.arena, &self.config),
                 contiguous: self.config.profile == UcxProfile::Rdma || device::holds(&self.shared.arena),
             };
             let (arena, counters) = (self.shared.arena.clone(), self.counters());

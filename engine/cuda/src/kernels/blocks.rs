@@ -6,9 +6,8 @@ use super::launch::{Arg, Checks, Launch, Mem, Refused};
 pub const KERNELS: [Kernel; 2] =
     [Kernel { name: "xxh3_pieces", shared_bytes: 0 }, Kernel { name: "copy_blocks", shared_bytes: 0 }];
 
-/// Threads of a block of `xxh3_pieces`, and how many of them have a piece together.
-const HASH_THREADS: u32 = 128;
-const PIECE_LANES: usize = 4;
+/// Warps of a block of `xxh3_pieces`; each has a piece.
+const WARPS: usize = 4;
 /// Threads of a block of `copy_blocks`.
 const THREADS: u32 = 256;
 
@@ -39,7 +38,7 @@ pub struct Xxh3 {
     pub count: usize,
 }
 
-/// `digests[i] = XXH3-64(piece i)`, without a seed. A few lanes each: many short ones are faster than few long ones.
+/// `digests[i] = XXH3-64(piece i)`, without a seed. A warp each: many short ones are faster than few long ones.
 ///
 /// # Errors
 /// For memory that is too small or not aligned, and for no rows.
@@ -54,8 +53,7 @@ pub fn xxh3(xxh3: &Xxh3) -> Result<Launch, Refused> {
         Arg::U32(check.size("row_count", row_count)?),
         Arg::U32(check.size("count", count)?),
     ];
-    let blocks = count.div_ceil(HASH_THREADS as usize / PIECE_LANES);
-    Ok(Launch::new("xxh3_pieces", [check.size("count", blocks)?, 1, 1], HASH_THREADS, &args))
+    Ok(Launch::new("xxh3_pieces", [check.size("count", count.div_ceil(WARPS))?, 1, 1], 32 * WARPS as u32, &args))
 }
 
 /// Copies between blocks of an arena.
