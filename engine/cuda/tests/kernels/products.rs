@@ -146,12 +146,12 @@ fn by_segments(gpu: &Gpu, operands: &Operands, order: impl Iterator<Item = usize
 #[test]
 fn segments_are_added_in_ascending_order_and_another_order_is_noticed() {
     let Some(gpu) = Gpu::get() else { return };
-    let operands = Operands::random(7, 4, 24, 4 * SEGMENT);
+    let operands = Operands::random(7, 4, 24, 2 * SEGMENT + 64);
     for plan in Plan::ALL {
         let whole = operands.multiply(&gpu, Some(plan), operands.rows);
-        assert_same_bits(&by_segments(&gpu, &operands, 0..4), &whole, &|| format!("{plan:?}"));
+        assert_same_bits(&by_segments(&gpu, &operands, 0..3), &whole, &|| format!("{plan:?}"));
         // What additions in the order of arrival would do.
-        let planted = by_segments(&gpu, &operands, [2, 0, 3, 1].into_iter());
+        let planted = by_segments(&gpu, &operands, [2, 0, 1].into_iter());
         let same = planted.iter().zip(&whole).all(|(a, b)| a.to_bits() == b.to_bits());
         assert!(!same, "the comparison does not see the order of additions");
     }

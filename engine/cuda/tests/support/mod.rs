@@ -57,8 +57,8 @@ pub fn load_cpu(path: &Path) -> CpuExecutor {
     CpuExecutor::load(&config).expect("loads")
 }
 
-/// Width of the hidden rows of [`wide`]: three segments of a product's `k`, the last a part.
-pub const WIDE: usize = 2 * 4096 + 64;
+/// Width of the hidden rows of [`wide`]: two segments of a product's `k`, the last a part.
+pub const WIDE: usize = 4096 + 64;
 
 /// Copies the checkpoint `from` with another configuration, but not its weights.
 fn configured(from: &Path, to: &Path, change: impl FnOnce(&mut Value)) -> Value {
