@@ -307,7 +307,7 @@ async fn answers_are_the_same_over_stops_cancels_preemptions_and_hand_offs() {
     done.store(true, Ordering::Relaxed);
     let (count, load, alone) = (hand_offs.await.expect("intact"), engine.load(), plain.load());
     println!("{stopped} stopped, {count} hand-offs, {load:?}");
-    assert!(stopped > 1 && count > 2 && load.steps_ahead > 10, "{stopped} {count} {load:?}");
+    assert!(stopped > 1 && count > 2 && load.steps_ahead > 3, "{stopped} {count} {load:?}");
     assert_eq!((alone.steps_ahead, engine.stopped()), (0, None));
     for engine in [engine, plain] {
         engine.shutdown();
