@@ -55,7 +55,8 @@ impl Queue {
             inputs: Inputs::default(),
             table_rows: Vec::new(),
         };
-        let rows: Vec<usize> = buckets(limits.rows).chain([limits.rows]).collect();
+        let mut rows: Vec<usize> = buckets(limits.rows).chain([limits.rows]).collect();
+        rows.dedup();
         if !library_agrees(context, &queue.network, &queue.stream, &rows)? {
             tracing::warn!(
                 "cuBLASLt adds in another order here: large products are computed by kernels of Tandem's own"
