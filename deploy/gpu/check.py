@@ -123,6 +123,9 @@ class Check:
         # The weights are there four times: two nodes that push while they compute, two that push afterwards.
         layers = min(HANDOFF_LAYERS, self.layers)
         model = self.checkpoint(layers)
+        if not model:
+            self.failed.append("bench_handoff: no model")
+            return
         # Behind a folder, as cargo has it: it looks for the nodes one above.
         bench = self.here / "programs/examples/bench_handoff"
         flags = ("--device cuda:0 --block-size 64 --max-num-batched-tokens 2048 --ucx-profile shm "

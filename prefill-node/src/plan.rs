@@ -15,8 +15,8 @@ use std::ops::Range;
 
 /// Longest piece: what is hashed and queued in one go, and how finely hidden and exposed bytes are told apart.
 pub const MAX_PIECE_BYTES: usize = 8 << 20;
-/// Likewise of a GPU's memory: a piece costs the GPU some 30 µs, in which it hashes that much; and where the receiver's
-/// process has the same GPU, it takes 0.3 ms to change between the two.
+/// Likewise of a GPU's memory. A piece costs the GPU some 30 µs, in which it hashes that much. Where the receiver's
+/// process has the same GPU, a change between the two takes 0.3 ms.
 pub const MAX_GPU_PIECE_BYTES: usize = 64 << 20;
 
 /// How far the computation of a prompt is. Only ever grows.

@@ -138,8 +138,8 @@ fn compile(source: &Source, arch: &str) -> Result<Vec<u8>, CudaError> {
         CString::new(text).map_err(|_| CudaError::Kernels(format!("{} has a zero in its text", source.name)))
     };
     let (name, code) = (text(source.name)?, text(source.text)?);
-    let headers = HEADERS.map(|(name, code)| Ok::<_, CudaError>((text(name)?, text(code)?)));
-    let program = Program::new(&code, &name, &headers.into_iter().collect::<Result<Vec<_>, _>>()?)?;
+    let headers = HEADERS.into_iter().map(|(name, code)| Ok((text(name)?, text(code)?)));
+    let program = Program::new(&code, &name, &headers.collect::<Result<Vec<_>, CudaError>>()?)?;
     let options: Vec<CString> =
         OPTIONS.into_iter().map(text).chain([text(&format!("--gpu-architecture={arch}"))]).collect::<Result<_, _>>()?;
     let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();

@@ -5,8 +5,8 @@
 //! Algorithms that split `k`, and add the parts in whatever order, are neither asked for nor taken. What is left gives
 //! an output one f32 accumulator, which takes sets of 16 values of `k` in ascending order, whatever the tiles: the
 //! order of `kernels/products.cu`, so that both give the same bits. NVIDIA does not promise that, and for a single row
-//! the library has kernels of another order (cuBLASLt 13 on an H200): whoever relies on it asks for many rows, and
-//! compares first. `tests/cublaslt.rs` prints for which numbers of rows the bits are others.
+//! the library has kernels of another order (cuBLASLt 13 on an H200): callers ask for many rows, and compare first.
+//! `tests/cublaslt.rs` prints for which numbers of rows the bits are others.
 //!
 //! # In the library's words
 //! It counts in columns: row-major `out[rows][n]` is its `n × rows`, the transposed `weight[n][k]` its left operand,

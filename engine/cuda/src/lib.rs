@@ -6,8 +6,10 @@
 //! - [`loader`]: from a model's files and a device's number to an executor. Read it first.
 //! - [`executor`]: [`CudaExecutor`], which runs the engine's steps. Its parts: `flight` (what a step has to itself),
 //!   `queue` (graphs and launches, in one stream), `inputs` (what a step uploads), `tables` (which blocks each sequence
-//!   has), `network` (the launches of a step, and the memory between them).
-//! - `weights` and `plan`: a model's tensors, and where they lie; [`memory`]: the KV arena.
+//!   has), `network` (the launches of a step, and the memory between them), `large` (its products of many rows, by
+//!   cuBLASLt) and `proof` (whether that adds as our kernels do).
+//! - `weights` and `plan`: a model's tensors, and where they lie; [`memory`]: the KV arena, and `lane`: copies and
+//!   hashes of it.
 //! - [`kernels`]: launches as checked values; [`compile`] and [`loaded`]: their texts, compiled and loaded.
 //! - Owners over the driver, each of one kind of thing: [`device`], [`context`], [`stream`] (and events), [`buffer`],
 //!   [`pinned`], [`module`], [`graph`], and [`cublaslt`] over NVIDIA's library of products. They call the functions of

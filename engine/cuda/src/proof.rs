@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use crate::buffer::Buffer;
 use crate::context::Context;
+use crate::cublaslt::Lt;
 use crate::error::CudaError;
 use crate::kernels::product::{self, Output, Product};
 use crate::large::{FEW_ROWS, Large};
@@ -27,42 +28,39 @@ pub(crate) fn library_agrees(
     stream: &Stream,
     all_rows: &[usize],
 ) -> Result<bool, CudaError> {
-    let Some(layer) = network.plan.layers.first() else { return Ok(true) };
+    let (Some(lt), Some(layer)) = (&network.library, network.plan.layers.first()) else { return Ok(true) };
     let config = &network.config;
-    let mut weights = vec![
-        (layer.qkv, config.hidden),
-        (layer.attention_out, config.attended_width()),
-        (layer.gate_up, config.hidden),
-        (layer.down, config.feed_forward),
+    // Each matrix, its `k`, and the rows that it is multiplied with at most.
+    let products = [
+        (layer.qkv, config.hidden, usize::MAX),
+        (layer.attention_out, config.attended_width(), usize::MAX),
+        (layer.gate_up, config.hidden, usize::MAX),
+        (layer.down, config.feed_forward, usize::MAX),
+        (network.plan.head, config.hidden, MOST_LOGITS),
     ];
-    let Some(most) = all_rows.iter().copied().filter(|&rows| network.library.is_some() && rows > FEW_ROWS).max() else {
-        return Ok(true);
-    };
-    let widest = weights.iter().map(|(_, k)| *k).max().unwrap_or(0);
+    let many = || all_rows.iter().copied().filter(|&rows| rows > FEW_ROWS);
+    let Some(most) = many().max() else { return Ok(true) };
+    let widest = products.iter().map(|(_, k, _)| *k).max().unwrap_or(0);
     let x = Buffer::holding(context, "products that are compared", &noise(most * widest))?;
-    for &rows in all_rows.iter().filter(|&&rows| rows > FEW_ROWS) {
-        if rows <= MOST_LOGITS {
-            weights.push((network.plan.head, config.hidden));
-        }
-        for &(weight, k) in &weights {
-            if !agrees(network, stream, &x, weight, rows, k)? {
+    for rows in many() {
+        for &(weight, k, most) in &products {
+            if rows <= most && !agrees(network, lt, stream, &x, weight, rows, k)? {
                 return Ok(false);
             }
         }
-        weights.truncate(4);
     }
     Ok(true)
 }
 
 fn agrees(
     network: &Network,
+    lt: &Lt,
     stream: &Stream,
     x: &Buffer,
     weight: Span,
     rows: usize,
     k: usize,
 ) -> Result<bool, CudaError> {
-    let Some(lt) = &network.library else { return Ok(true) };
     let (work, weight) = (&network.work, network.weights.part(weight.at, weight.bytes));
     let n = weight.bytes / (2 * k);
     // As many rows as its memory takes: there it goes in turns.
@@ -73,19 +71,21 @@ fn agrees(
     let large = Large { lt, stream, product: all, scratch: theirs };
     // SAFETY: weights and workspace are the network's, which waits for the stream before it lets go of them, as is done
     // here for `x`; nothing else is queued.
-    let has_queued = unsafe { large.queue(|launch| network.kernels.launch(stream, launch)) }?;
+    if !unsafe { large.queue(|launch| network.kernels.launch(stream, launch)) }? {
+        return Ok(true);
+    }
     let own = network.workspace.part(ours.at, 4 * rows * columns);
     let own = Product { output: Output::Store(own), n: columns, ..all };
     // SAFETY: as above.
     unsafe { network.kernels.launch(stream, product::product(&own, network.limits.multiprocessors)) }?;
     stream.synchronize()?;
-    let read = |at: usize, row: usize, width: usize| {
+    let bits = |at: usize, row: usize, width: usize| {
         let mut values = vec![0.0f32; columns];
-        network.workspace.read(at + 4 * row * width, &mut values).map(|()| values)
+        network.workspace.read(at + 4 * row * width, &mut values)?;
+        Ok::<_, CudaError>(values.into_iter().map(f32::to_bits).collect::<Vec<_>>())
     };
     for row in [0, 1, rows / 2, rows - 2, rows - 1] {
-        let (theirs, ours) = (read(work.segments.at, row, n)?, read(ours.at, row, columns)?);
-        if has_queued && theirs.iter().map(|value| value.to_bits()).ne(ours.iter().map(|value| value.to_bits())) {
+        if bits(work.segments.at, row, n)? != bits(ours.at, row, columns)? {
             return Ok(false);
         }
     }

@@ -291,7 +291,7 @@ async fn answers_are_the_same_over_stops_cancels_preemptions_and_hand_offs() {
     let jobs: Vec<Job> = (0..28).map(Job::nth).collect();
     let done = Arc::new(AtomicBool::new(false));
     let hand_offs = tokio::spawn(hand_offs(engine.clone(), Arc::clone(&done)));
-    // Blocks go to whoever asked first: a hand-off waits for no more jobs than these.
+    // Blocks are granted in the order of requests: a hand-off waits for no more jobs than these.
     let places = || Arc::new(Semaphore::new(6));
     let (own, others) = (places(), places());
     let answers: Vec<_> = jobs.iter().map(|job| tokio::spawn(job.clone().run(engine.clone(), own.clone()))).collect();

@@ -4,12 +4,12 @@ use super::launch::{Arg, Checks, Launch, Mem, Refused};
 
 /// The kernels of `products.cu`.
 pub const KERNELS: [Kernel; 7] = [
-    FEW_8.kernel("product_few_8"),
-    FEW_16.kernel("product_few_16"),
-    FEW_32.kernel("product_few_32"),
-    FEW_64.kernel("product_few_64"),
-    TILES_64.kernel("product_tiles_64"),
-    TILES_128.kernel("product_tiles_128"),
+    FEW_8.kernel(),
+    FEW_16.kernel(),
+    FEW_32.kernel(),
+    FEW_64.kernel(),
+    TILES_64.kernel(),
+    TILES_128.kernel(),
     Kernel { name: "product_sum", shared_bytes: 0 },
 ];
 
@@ -81,20 +81,20 @@ impl Plan {
 
     fn kernel(self) -> Shape {
         match self {
-            Self::Few8 => Shape::Few("product_few_8", FEW_8),
-            Self::Few16 => Shape::Few("product_few_16", FEW_16),
-            Self::Few32 => Shape::Few("product_few_32", FEW_32),
-            Self::Few64 => Shape::Few("product_few_64", FEW_64),
-            Self::Tiles64 => Shape::Tiles("product_tiles_64", TILES_64),
-            Self::Tiles128 => Shape::Tiles("product_tiles_128", TILES_128),
+            Self::Few8 => Shape::Few(FEW_8),
+            Self::Few16 => Shape::Few(FEW_16),
+            Self::Few32 => Shape::Few(FEW_32),
+            Self::Few64 => Shape::Few(FEW_64),
+            Self::Tiles64 => Shape::Tiles(TILES_64),
+            Self::Tiles128 => Shape::Tiles(TILES_128),
         }
     }
 
     /// Blocks without a split: what there is to do side by side.
     fn blocks(self, rows: usize, n: usize) -> usize {
         match self.kernel() {
-            Shape::Few(_, few) => rows.div_ceil(few.rows as usize) * n.div_ceil(Few::COLUMNS as usize),
-            Shape::Tiles(_, tiles) => rows.div_ceil(tiles.side as usize) * n.div_ceil(tiles.side as usize),
+            Shape::Few(few) => rows.div_ceil(few.rows as usize) * n.div_ceil(Few::COLUMNS as usize),
+            Shape::Tiles(tiles) => rows.div_ceil(tiles.side as usize) * n.div_ceil(tiles.side as usize),
         }
     }
 }
@@ -190,16 +190,16 @@ const RESIDENT: usize = 2;
 
 #[derive(Clone, Copy)]
 enum Shape {
-    Few(&'static str, Few),
-    Tiles(&'static str, Tiles),
+    Few(Few),
+    Tiles(Tiles),
 }
 
 impl Shape {
     /// With `segments` above 1 each has blocks of its own, and a result of its own in the output.
     fn launch(self, product: &Product, args: &[Arg], segments: u32, multiprocessors: usize) -> Result<Launch, Refused> {
         match self {
-            Self::Few(kernel, few) => few.launch(kernel, product, args, segments, multiprocessors),
-            Self::Tiles(kernel, tiles) => tiles.launch(kernel, product, args, segments),
+            Self::Few(few) => few.launch(product, args, segments, multiprocessors),
+            Self::Tiles(tiles) => tiles.launch(product, args, segments),
         }
     }
 }
@@ -207,15 +207,16 @@ impl Shape {
 /// A kernel for few rows: rows of x, and stages of its ring.
 #[derive(Clone, Copy)]
 struct Few {
+    name: &'static str,
     rows: u32,
     stages: u32,
 }
 
 // Two blocks' rings fit a multiprocessor; one's the 99 KiB that a block may have on sm_86 and sm_89.
-const FEW_8: Few = Few { rows: 8, stages: 5 };
-const FEW_16: Few = Few { rows: 16, stages: 4 };
-const FEW_32: Few = Few { rows: 32, stages: 4 };
-const FEW_64: Few = Few { rows: 64, stages: 3 };
+const FEW_8: Few = Few { name: "product_few_8", rows: 8, stages: 5 };
+const FEW_16: Few = Few { name: "product_few_16", rows: 16, stages: 4 };
+const FEW_32: Few = Few { name: "product_few_32", rows: 32, stages: 4 };
+const FEW_64: Few = Few { name: "product_few_64", rows: 64, stages: 3 };
 
 impl Few {
     /// Rows of the weights that a block has at a time.
@@ -227,37 +228,37 @@ impl Few {
         self.stages * (Self::COLUMNS + self.rows) * 256
     }
 
-    const fn kernel(&self, name: &'static str) -> Kernel {
-        Kernel { name, shared_bytes: self.shared_bytes() }
+    const fn kernel(&self) -> Kernel {
+        Kernel { name: self.name, shared_bytes: self.shared_bytes() }
     }
 
     fn launch(
         &self,
-        kernel: &'static str,
         product: &Product,
         args: &[Arg],
         segments: u32,
         multiprocessors: usize,
     ) -> Result<Launch, Refused> {
-        let check = Checks(kernel);
+        let check = Checks(self.name);
         let panels = check.size("n", product.n)?.div_ceil(Self::COLUMNS);
         let rows = check.size("rows", product.rows)?.div_ceil(self.rows);
         let resident = check.size("multiprocessors", RESIDENT * multiprocessors)?;
         let stay = (resident / (segments * rows).max(1)).max(1);
         let grid = [panels.min(stay), rows, segments];
-        Ok(Launch::new(kernel, grid, Self::THREADS, args).with_shared(self.shared_bytes()))
+        Ok(Launch::new(self.name, grid, Self::THREADS, args).with_shared(self.shared_bytes()))
     }
 }
 
 /// A kernel for many rows: rows and columns of a block.
 #[derive(Clone, Copy)]
 struct Tiles {
+    name: &'static str,
     side: u32,
     threads: u32,
 }
 
-const TILES_64: Tiles = Tiles { side: 64, threads: 128 };
-const TILES_128: Tiles = Tiles { side: 128, threads: 256 };
+const TILES_64: Tiles = Tiles { name: "product_tiles_64", side: 64, threads: 128 };
+const TILES_128: Tiles = Tiles { name: "product_tiles_128", side: 128, threads: 256 };
 /// Parts of `k` that are in shared memory: `STAGES` in `products.cu`.
 const STAGES: u32 = 3;
 
@@ -267,15 +268,15 @@ impl Tiles {
         STAGES * 2 * self.side * 128
     }
 
-    const fn kernel(&self, name: &'static str) -> Kernel {
-        Kernel { name, shared_bytes: self.shared_bytes() }
+    const fn kernel(&self) -> Kernel {
+        Kernel { name: self.name, shared_bytes: self.shared_bytes() }
     }
 
-    fn launch(&self, kernel: &'static str, product: &Product, args: &[Arg], segments: u32) -> Result<Launch, Refused> {
-        let check = Checks(kernel);
+    fn launch(&self, product: &Product, args: &[Arg], segments: u32) -> Result<Launch, Refused> {
+        let check = Checks(self.name);
         let tiles = |what, size| Ok(check.size(what, size)?.div_ceil(self.side));
         // Blocks that run together share their columns of weights: rows go first.
         let grid = [tiles("rows", product.rows)?, tiles("n", product.n)?, segments];
-        Ok(Launch::new(kernel, grid, self.threads, args).with_shared(self.shared_bytes()))
+        Ok(Launch::new(self.name, grid, self.threads, args).with_shared(self.shared_bytes()))
     }
 }
