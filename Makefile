@@ -39,10 +39,8 @@ test: ## Format, lints, build, all tests (some start real clusters); CUDA's on a
 	  > /dev/null 2>&1 && echo 1 || echo 0); echo "TANDEM_REQUIRE_NAMESPACES=$$namespaces"; \
 	  TANDEM_REQUIRE_EMU=1 TANDEM_REQUIRE_UCX=1 TANDEM_REQUIRE_NAMESPACES=$$namespaces \
 	  cargo test --release --locked --workspace
-	# The device's kernels once more: under the checker of accesses, then in an order that the printed seed repeats.
-	EMU_CHECK=1 cargo test --release --locked --workspace --test kernels --test model --test invariance
-	seed=$$RANDOM; echo "EMU_ORDER=random EMU_SEED=$$seed"; \
-	  EMU_ORDER=random EMU_SEED=$$seed cargo test --release --locked --workspace --test kernels --test model --test invariance
+	# The device's kernels once more: with the checker of accesses, and in an order that a printed seed repeats.
+	engine/cuda/emu/again.sh
 
 lint: ## Format and lints; licences and advisories where cargo-deny is installed
 	cargo fmt --check

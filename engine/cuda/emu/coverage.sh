@@ -25,7 +25,7 @@ cd engine/cuda/emu
 gcov --stdout "${counted[@]}" 2> /dev/null | awk '
   /^----/ { after_dashes = 1; next }
   after_dashes { after_dashes = 0; in_instance = /^[^ ].*:$/ }
-  / 0:Source:/ { sub(/.*Source:/, ""); sub(/.*\//, ""); file = $0; is_kernel = file ~ /\.cu$/; in_instance = 0; next }
+  / 0:Source:/ { sub(/.*Source:/, ""); sub(/.*\//, ""); file = $0; is_kernel = file ~ /\.cuh?$/; in_instance = 0; next }
   !is_kernel || in_instance { next }
   $1 ~ /^[0-9]+\*?:/ { reached[file]++ }
   $1 ~ /^#####/ { missed[file]++; print file ":" $0 }

@@ -5,6 +5,7 @@ mod support;
 
 use std::collections::BTreeMap;
 use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
 use support::*;
@@ -32,16 +33,29 @@ fn whatever_fails_is_an_error_or_does_not_matter() {
         let name = fault.name();
         let times: u32 = clean[name].parse().expect("a number");
         assert!(times > 0, "no {name} in the scenario");
-        let mut failed = 0;
-        for nth in 1..=times {
-            let run = scenario("scenario_steps", Some(format!("{name}:{nth}")));
-            failed += u32::from(run.contains_key("error"));
-            problems.extend(problem(&clean, &run, fault).map(|why| format!("{name}:{nth}: {why}: {run:?}")));
+        let runs = at_each_place(times, |nth| scenario("scenario_steps", Some(format!("{name}:{nth}"))));
+        let failed = runs.iter().filter(|(_, run)| run.contains_key("error")).count();
+        for (nth, run) in &runs {
+            problems.extend(problem(&clean, run, fault).map(|why| format!("{name}:{nth}: {why}: {run:?}")));
         }
         println!("{name}: {times} places, an error at {failed}");
         assert!(failed > 0, "{name} never mattered");
     }
     assert!(problems.is_empty(), "{}", problems.join("\n"));
+}
+
+/// What `run` comes to for each of 1 to `times`, on all cores.
+fn at_each_place<T: Send>(times: u32, run: impl Fn(u32) -> T + Sync) -> Vec<(u32, T)> {
+    let next = AtomicU32::new(1);
+    let take = || std::iter::repeat_with(|| next.fetch_add(1, Relaxed)).take_while(|&nth| nth <= times);
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut runs: Vec<(u32, T)> = std::thread::scope(|scope| {
+        let threads: Vec<_> =
+            (0..cores).map(|_| scope.spawn(|| take().map(|nth| (nth, run(nth))).collect::<Vec<_>>())).collect();
+        threads.into_iter().flat_map(|thread| thread.join().expect("a run that failed")).collect()
+    });
+    runs.sort_by_key(|&(nth, _)| nth);
+    runs
 }
 
 /// What is wrong with how a run ended.

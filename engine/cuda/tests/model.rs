@@ -2,7 +2,9 @@
 //! checkpoints. And what else a step must be: choices of drafts, samples, soundness, reports, refusals.
 mod support;
 
+use std::path::Path;
 use std::sync::Arc;
+
 use support::*;
 use tandem_cuda::{CudaConfig, CudaLoader};
 use tandem_engine::sampling::uniform;
@@ -18,8 +20,8 @@ const TOLERANCE: f32 = 5e-2;
 /// nearest, by 3.8e-2, as its weights are f16 and the others' bf16: the device rounds them. A plain reference with
 /// weights and inputs of products rounded as here, and all sums in f64, is 3.4e-2 off; the weights alone make 2.5e-2.
 const MEAN_TOLERANCE: f32 = 5e-2;
-const MODELS: [&str; 9] =
-    ["llama", "llama.gguf", "mistral", "mistral.gguf", "qwen2", "qwen2.gguf", "qwen3", "qwen3.gguf", "formats.gguf"];
+const FAMILIES: [&str; 4] = ["llama", "mistral", "qwen2", "qwen3"];
+const FILES: [&str; 5] = ["llama.gguf", "mistral.gguf", "qwen2.gguf", "qwen3.gguf", "formats.gguf"];
 
 fn root_mean_square(values: impl Iterator<Item = f32>) -> f32 {
     let (sum, count) = values.fold((0.0, 0), |(sum, count), value| (sum + value * value, count + 1));
@@ -31,45 +33,56 @@ fn logits_of_every_family_are_those_of_the_processor() {
     if !device() {
         return;
     }
-    let mut problems = Vec::new();
     let folder = tempfile::tempdir().expect("a folder");
     wide(folder.path());
+    let mut problems: Vec<String> = FAMILIES.iter().flat_map(|name| differences(name, &family(name), 32)).collect();
     // Chunks of up to 128 rows: products over several segments, side by side in blocks of their own.
-    let wide = ("wide", folder.path().to_owned(), 128);
-    for (name, path, chunk) in MODELS.map(|name| (name, family(name), 32)).into_iter().chain([wide]) {
-        let (mut cuda, mut cpu) = (load(&path), load_cpu(&path));
-        let (mut most, mut mean, mut means) = (0.0f32, 0.0f32, Vec::new());
-        // Longer than windows and shorter.
-        for length in [1, 16, 45, 83] {
-            let mut of_length = 0.0f32;
-            let ids = prompt(length);
-            let (logits, tokens) = generate(&mut cuda, &ids, chunk, 3);
-            // The processor computes what the device chose, so that both have the same sequence before them.
-            let (blocks, mut wanted) = (lease(&BlockPool::new(BLOCKS, 16), length + 3), Vec::new());
-            wanted.push(prefill(&mut cpu, 1, &ids, 0, length, &blocks));
-            for (step, token) in tokens.iter().enumerate() {
-                wanted.push(prefill(&mut cpu, 1, &[*token], length + step, 1, &blocks));
-            }
-            for (got, want) in logits.iter().zip(&wanted) {
-                let largest = want.iter().fold(0.0f32, |most, x| most.max(x.abs()));
-                let off = got.iter().zip(want).fold(0.0f32, |most, (a, b)| most.max((a - b).abs()));
-                let errors = root_mean_square(got.iter().zip(want).map(|(a, b)| a - b));
-                most = most.max(off / largest);
-                of_length = of_length.max(errors / root_mean_square(want.iter().copied()));
-                assert!(got.len() == want.len() && got.iter().all(|logit| logit.is_finite()), "{name}: {got:?}");
-                if off / largest > TOLERANCE {
-                    problems.push(format!("{name}, {length} tokens: off by {:.1e} of the largest", off / largest));
-                }
-            }
-            means.push(format!("{of_length:.1e}"));
-            mean = mean.max(of_length);
+    problems.extend(differences("wide", folder.path(), 128));
+    assert!(problems.is_empty(), "{}", problems.join("\n"));
+}
+
+#[test]
+fn logits_of_every_gguf_file_are_those_of_the_processor() {
+    if !device() {
+        return;
+    }
+    let problems: Vec<String> = FILES.iter().flat_map(|name| differences(name, &family(name), 32)).collect();
+    assert!(problems.is_empty(), "{}", problems.join("\n"));
+}
+
+/// Where the logits of a model on the device, in chunks of prompts and decode steps, are off by too much.
+fn differences(name: &str, path: &Path, chunk: usize) -> Vec<String> {
+    let (mut cuda, mut cpu) = (load(path), load_cpu(path));
+    let (mut most, mut means, mut problems) = (0.0f32, Vec::new(), Vec::new());
+    // Longer than windows and shorter.
+    for length in [1, 16, 45, 83] {
+        let mut mean = 0.0f32;
+        let ids = prompt(length);
+        let (logits, tokens) = generate(&mut cuda, &ids, chunk, 3);
+        // The processor computes what the device chose, so that both have the same sequence before them.
+        let (blocks, mut wanted) = (lease(&BlockPool::new(BLOCKS, 16), length + 3), Vec::new());
+        wanted.push(prefill(&mut cpu, 1, &ids, 0, length, &blocks));
+        for (step, token) in tokens.iter().enumerate() {
+            wanted.push(prefill(&mut cpu, 1, &[*token], length + step, 1, &blocks));
         }
-        println!("{name}: logits off by at most {most:.1e} of the largest; of their mean by {}", means.join(", "));
+        for (got, want) in logits.iter().zip(&wanted) {
+            let largest = want.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+            let off = got.iter().zip(want).fold(0.0f32, |most, (a, b)| most.max((a - b).abs())) / largest;
+            let errors = root_mean_square(got.iter().zip(want).map(|(a, b)| a - b));
+            most = most.max(off);
+            mean = mean.max(errors / root_mean_square(want.iter().copied()));
+            assert!(got.len() == want.len() && got.iter().all(|logit| logit.is_finite()), "{name}: {got:?}");
+            if off > TOLERANCE {
+                problems.push(format!("{name}, {length} tokens: off by {off:.1e} of the largest"));
+            }
+        }
+        means.push(format!("{mean:.1e}"));
         if mean > MEAN_TOLERANCE {
-            problems.push(format!("{name}: off by {mean:.1e} in the mean"));
+            problems.push(format!("{name}, {length} tokens: off by {mean:.1e} in the mean"));
         }
     }
-    assert!(problems.is_empty(), "{}", problems.join("\n"));
+    println!("{name}: logits off by at most {most:.1e} of the largest; of their mean by {}", means.join(", "));
+    problems
 }
 
 #[test]

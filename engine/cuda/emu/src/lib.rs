@@ -237,6 +237,12 @@ pub fn count(count: Count) -> Option<u64> {
     })
 }
 
+/// Whether kernels run with the access checker, which takes three times as long.
+#[must_use]
+pub fn is_checked() -> bool {
+    read("checked") == Some(1)
+}
+
 /// What the last error was, in words: kernel, block, thread, line. Empty if there was none.
 #[must_use]
 pub fn last_error() -> String {

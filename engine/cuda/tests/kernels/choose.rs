@@ -81,7 +81,7 @@ fn thousands_of_random_rows_come_to_the_samplers_tokens() {
     let mut random = Random(50);
     for (vocabulary, count) in [(1, 20), (7, 400), (33, 600), (320, 1200), (1000, 400), (8200, 24)] {
         let mut cases = Vec::new();
-        for _ in 0..count {
+        for _ in (0..count).step_by(Gpu::stride()) {
             let (params, uniform) = (params(&mut random, vocabulary), random.share());
             cases.push(Case { params, uniform, logits: logits(&mut random, vocabulary) });
         }
