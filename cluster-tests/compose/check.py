@@ -270,6 +270,14 @@ def check_files():
     rdma = config(shipped, "compose.rdma.yaml", "compose.gpu.yaml")
     assert all(rdma[service]["network_mode"] == "host" for service in ("nodes", "router", "jaeger", "prometheus", "grafana"))
     assert "--ucx-profile=rdma" in rdma["decode-0"]["command"] and rdma["decode-0"]["devices"][0]["source"] == "/dev/infiniband"
+    within_tls = config(shipped, "compose.tls.yaml")
+    for service in ("router", *NODES):
+        role = service.split("-")[0]
+        (folder,) = [volume["source"] for volume in within_tls[service]["volumes"] if volume["target"] == "/etc/tandem/tls"]
+        assert folder.endswith(f"secrets/tls/{role}"), "each has the certificate of its own role"
+        named = [name for name in within_tls[service]["environment"] if "_NODE_TLS_" in name]
+        assert len(named) == 3, named
+    assert all(within_tls[node]["environment"]["ROUTER"] == "https://router:8002" for node in NODES)
     config(shipped, "compose.ca.yaml")
     behind_proxy = config(shipped, "compose.ca.yaml", "compose.gpu.yaml", "compose.gpu.ca.yaml")
     assert all(behind_proxy[built]["build"]["secrets"] for built in ("router", "prefill-0")), "each build trusts them"

@@ -22,8 +22,8 @@ class Cluster:
         state = pathlib.Path(self.directory.name) / "state.json"
         command = [*wrapper, tandem, "--state", str(state), "up", "--log-dir", self.directory.name, *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        # What each node's line says of it, by name.
-        self.nodes, ready = {}, None
+        # What each node's line says of it, by name; the HTTP and gRPC addresses of the routers after the first.
+        self.nodes, others, ready = {}, [], None
         for line in self.process.stdout:
             kind, *words = line.split() or [""]
             if kind == "ready":
@@ -31,10 +31,18 @@ class Cluster:
                 break
             if kind == "node":
                 self.nodes[words[0]] = dict(word.split("=", 1) for word in words[1:])
+            if kind == "router":
+                others.append(self.addresses(words[1:]))
         if ready is None:
             raise SystemExit(f"{' '.join(map(str, command))} ended: see what it said above")
-        urls = dict(word.split("=", 1) for word in ready.split()[1:])
-        self.http, self.grpc = urls["http"], urls["grpc"].replace("http://", "grpc://")
+        self.http, self.grpc = self.addresses(ready.split()[1:])
+        self.routers = [(self.http, self.grpc), *others]
+
+    @staticmethod
+    def addresses(words):
+        """HTTP's and gRPC's of a router."""
+        urls = dict(word.split("=", 1) for word in words)
+        return urls["http"], urls["grpc"].replace("http://", "grpc://")
 
     def bench(self, *flags, api="grpc"):
         """What `tandem bench` with these flags measures of it: the numbers of its JSON."""

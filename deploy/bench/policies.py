@@ -4,11 +4,15 @@
 A real node's step costs are measured first; two prefill and two decode nodes simulate them (the tokens mean nothing, the
 times are those of the model, divided by --faster; what the router itself takes is not). Then each policy replays the same
 slice of the trace on a cluster of its own, one policy after another at each speed of the trace. Prints a Markdown table.
+
+--routers 1,3 compares one router with three, in turns: as many clients as there are routers at most have a part of the
+requests each, and a router each where there are so many.
 """
 import argparse
 import json
 import urllib.request
 
+import shared_trace
 from cluster import Cluster
 from target_dir import TARGET_DIR
 
@@ -31,19 +35,24 @@ def step_costs(tandem, threads):
     return costs
 
 
-def replay(args, policy, speed, flags):
-    part = ["--trace-from", str(args.first), "--trace-requests", str(args.requests)]
+def replay(args, policy, routers, speed, flags):
+    clients = max(args.routers)
     how = ["--trace-scale", str(args.scale), "--trace-speed", str(speed * args.faster), "--drain", "120"]
+    if clients > 1:
+        lines = shared_trace.slice_of(args.trace, args.first, args.requests)
+        with Cluster(args.tandem, [*flags, f"--routers={routers}", f"--router-arg=--policy={policy}"]) as cluster:
+            return shared_trace.replay(args.tandem, cluster.routers, lines, clients, how)
+    part = ["--trace-from", str(args.first), "--trace-requests", str(args.requests)]
     with Cluster(args.tandem, [*flags, f"--router-arg=--policy={policy}"]) as cluster:
         return cluster.bench("--trace", args.trace, *part, *how)
 
 
-def row(policy, speed, whole):
+def row(policy, routers, speed, whole):
     point = whole["tandem"]["points"][0]
     server, nodes = point["server"], point["nodes"]
     error = server["ttft_prediction_error"]["median"]
     cells = [
-        f"{speed:g}", policy, f"{whole['completed']} of {point['requests']}", f"{whole['mean_ttft_ms']:.0f}",
+        f"{speed:g}", policy, f"{routers}", f"{whole['completed']} of {point['requests']}", f"{whole['mean_ttft_ms']:.0f}",
         f"{whole['median_ttft_ms']:.0f}", f"{whole['p99_ttft_ms']:.0f}", f"{whole['mean_tpot_ms']:.1f}",
         f"{100 * (point['hit_rate'] or 0):.0f} %", f"{nodes['prompts']['tokens_max_by_mean'] or 0:.2f}",
         "–" if error is None else f"{100 * error:.0f} %", f"{server['local']}",
@@ -60,6 +69,9 @@ def main():
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--speeds", default="1,1.5,2", help="of the trace, one table part each")
     parser.add_argument("--policies", default=",".join(POLICIES))
+    numbers = lambda text: [int(number) for number in text.split(",")]
+    parser.add_argument("--routers", type=numbers, default=[1], help="how many there are, several counts in turns: 1,3")
+    parser.add_argument("--rounds", type=int, default=1, help="of all counts of routers and all policies, at each speed")
     parser.add_argument("--threads", type=int, default=1, help="of the node whose step costs are measured")
     parser.add_argument("--kv-blocks", type=int, default=4096)
     parser.add_argument("--costs", help="prefill and decode costs instead of measuring: us,us,ns:us,us,ns")
@@ -84,11 +96,14 @@ def main():
             print(f"{role}: {step:.0f} us a step, {token:.0f} us a token, {context:.0f} ns a position")
     flags += ["--kv-blocks", str(args.kv_blocks)]
 
-    print("\n| speed | policy | answered | mean TTFT ms | p50 | p99 | mean TPOT ms | hit rate | busiest prefill by mean | error of the TTFT prediction | local |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
-    for speed in args.speeds.split(","):
-        for policy in args.policies.split(","):
-            row(policy, float(speed), replay(args, policy, float(speed), flags))
+    print("\n| speed | policy | routers | answered | mean TTFT ms | p50 | p99 | mean TPOT ms | hit rate | busiest prefill by mean | error of the TTFT prediction | local |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    for speed in map(float, args.speeds.split(",")):
+        for turn in range(args.rounds):
+            for policy in args.policies.split(","):
+                # Another count is the first in each round.
+                for routers in args.routers[turn % len(args.routers):] + args.routers[:turn % len(args.routers)]:
+                    row(policy, routers, speed, replay(args, policy, routers, speed, flags))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,13 @@ COMMON = {"role", "instance"}
 FREE = {"model_name", "tenant", "node_instance", "priority", "backend", "name", "le", "block_size", "num_gpu_blocks"}
 # Families all of whose labels are such.
 FREE_FAMILIES = {"tandem_kv_way_fallbacks_total"}
+# What router and nodes export of ports that have certificates, which no cluster of this check has.
+WITHIN_TLS = {"router": ("http", "grpc", "nodes"), "prefill": ("grpc",), "decode": ("grpc",)}
+CERTIFICATE = "tandem_certificate_not_after_seconds"
+CERTIFICATE_TEXT = (
+    f"# HELP {CERTIFICATE} Unix time at which a port's certificate ends, or one of the authorities' behind it\n"
+    f"# TYPE {CERTIFICATE} gauge\n"
+)
 # Of samples whose names end so; everything else has no unit but what its meaning says.
 UNITS = {
     "_seconds": "s",
@@ -44,6 +51,13 @@ class Metric:
 
     def samples(self, name):
         return [name + part for part in ("_bucket", "_sum", "_count")] if self.kind == "histogram" else [name]
+
+
+def read_certificates(into):
+    """Adds what the programs would export within TLS."""
+    for role, ports in WITHIN_TLS.items():
+        samples = (f'{CERTIFICATE}{{role="{role}",instance="i",port="{port}"}} 1\n' for port in ports)
+        read(CERTIFICATE_TEXT + "".join(samples), role, into)
 
 
 def read(text, role, into):

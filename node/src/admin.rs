@@ -116,6 +116,10 @@ fn ports(text: &mut Text, node: &Node) {
     family("tandem_connections_refused_total", "counter", refused, |now| now.refused as f64);
     let failed = "Connections that the port ended because of what they sent, or did not send in time.";
     family("tandem_connections_failed_total", "counter", failed, |now| now.failed as f64);
+    let ends = "Unix time at which a port's certificate ends, or one of the authorities' behind it.";
+    text.family("tandem_certificate_not_after_seconds", "gauge", ends);
+    let ends = ports.iter().filter_map(|(port, now)| Some((port, now.certificate_not_after?)));
+    ends.for_each(|(port, seconds)| text.sample(&[("port", port)], seconds as f64));
 }
 
 fn handoffs(text: &mut Text, node: &Node) {

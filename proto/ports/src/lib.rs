@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 mod connection;
+mod expiry;
 mod gathering;
 mod grpc;
 mod held;
@@ -79,10 +80,23 @@ pub struct Port {
 }
 
 /// What the bytes of a port's connections are within.
+#[derive(Clone, Default)]
 enum Within {
+    #[default]
     Nothing,
     Tls(Tls),
     ClusterTls(NodeTls),
+}
+
+impl Within {
+    /// The Unix second at which the port's certificate ends, if it has one.
+    fn not_after(&self) -> Option<u64> {
+        match self {
+            Self::Nothing => None,
+            Self::Tls(tls) => tls.not_after(),
+            Self::ClusterTls(tls) => tls.not_after(),
+        }
+    }
 }
 
 impl Port {
@@ -101,9 +115,9 @@ impl Port {
         Self { within: tls.map_or(Within::Nothing, Within::ClusterTls), ..self }
     }
 
-    /// Who has a place, for metrics.
+    /// Who has a place, and until when its certificate is good, for metrics.
     pub fn places(&self) -> Places {
-        self.places.clone()
+        self.places.within(self.within.clone())
     }
 
     /// What a tonic server accepts from: every connection must begin with HTTP/2's preface in time. After that the

@@ -22,6 +22,7 @@ use tokio_rustls::rustls::sign::{CertifiedKey, SingleCertAndKey};
 use tokio_rustls::rustls::version::TLS13;
 use tokio_rustls::rustls::{self, ClientConfig, RootCertStore, ServerConfig};
 
+use crate::expiry::not_after;
 use crate::node_tls_files::{NodeTlsFiles, Seen};
 use crate::peer_name::{FORM, PeerName, PeerRole, Policy, Wanted};
 use crate::refusals::Refusals;
@@ -50,6 +51,7 @@ struct Shared {
 /// What the files held when they were read last.
 struct Current {
     name: Option<PeerName>,
+    not_after: Option<u64>,
     policy: Policy,
     identity: Arc<SingleCertAndKey>,
     roots: Arc<RootCertStore>,
@@ -79,6 +81,11 @@ impl NodeTls {
     /// The node that the certificate is for, if it is for one.
     pub fn node_id(&self) -> Option<String> {
         self.current().name.as_ref()?.node_id.clone()
+    }
+
+    /// The Unix second at which its certificate ends, or one of the authorities' behind it.
+    pub(crate) fn not_after(&self) -> Option<u64> {
+        self.current().not_after
     }
 
     /// Reads the files again, for connections that come from now on.
@@ -210,11 +217,12 @@ impl Current {
         valid_now(&certs, &roots, &*clients, &provider).map_err(|error| unusable(own(&error)))?;
         let name = name(&certs[0]).map_err(unusable)?;
         is_of(role, name.as_ref(), files.any_name).map_err(unusable)?;
+        let not_after = not_after(&certs);
         let identity = identity(files, certs, key, &provider)?;
         let server = server(identity.clone(), clients, provider).map_err(|error| unusable(error.to_string()))?;
         let trust_domain = name.as_ref().map(|name| name.trust_domain.clone());
         let policy = Policy { any_name: files.any_name, trust_domain };
-        Ok(Self { name, policy, identity, roots, server: Arc::new(server) })
+        Ok(Self { name, not_after, policy, identity, roots, server: Arc::new(server) })
     }
 
     fn client(&self, wanted: Wanted) -> Result<ClientConfig, rustls::Error> {

@@ -11,13 +11,16 @@ use std::task::Context;
 
 use futures::task::AtomicWaker;
 
+use crate::Within;
+
 /// The places of one port, as seen from outside.
 #[derive(Clone)]
 pub struct Places {
     table: Arc<Mutex<Table>>,
+    within: Within,
 }
 
-/// How a port is occupied.
+/// How a port is occupied, and until when it may be trusted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Occupancy {
     /// Connections now.
@@ -28,6 +31,8 @@ pub struct Occupancy {
     pub refused: u64,
     /// Connections that the port ended because of what they sent, or did not send in time, since the start.
     pub failed: u64,
+    /// The Unix second at which its certificate ends, or one of the authorities' behind it; `None`: it has none.
+    pub certificate_not_after: Option<u64>,
 }
 
 /// Who has a place. `seats` ≤ `limit`; `waiting` names those of them that may be evicted.
@@ -92,13 +97,20 @@ pub(crate) struct Call(Calls);
 impl Places {
     /// For so many connections.
     pub(crate) fn new(limit: usize) -> Self {
-        Self { table: Arc::new(Mutex::new(Table { limit: limit.max(1), ..Table::default() })) }
+        Self { table: Arc::new(Mutex::new(Table { limit: limit.max(1), ..Table::default() })), within: Within::Nothing }
+    }
+
+    /// The same ones, of a port within this.
+    pub(crate) fn within(&self, within: Within) -> Self {
+        Self { within, ..self.clone() }
     }
 
     /// How they are occupied.
     pub fn occupancy(&self) -> Occupancy {
+        let certificate_not_after = self.within.not_after();
         let Table { seats, evicted, refused, failed, .. } = &*self.lock();
-        Occupancy { open: seats.len(), evicted: *evicted, refused: *refused, failed: *failed }
+        let (evicted, refused, failed) = (*evicted, *refused, *failed);
+        Occupancy { open: seats.len(), evicted, refused, failed, certificate_not_after }
     }
 
     /// A place for a newcomer, half-open for now; `None`: all others are busy.
@@ -325,7 +337,10 @@ mod tests {
             std::mem::forget(places.enter().unwrap());
             assert!(over(newcomer), "{gone} is evicted");
         }
-        assert_eq!(places.occupancy(), Occupancy { open: 3, evicted: 3, refused: 0, failed: 0 });
+        assert_eq!(
+            places.occupancy(),
+            Occupancy { open: 3, evicted: 3, refused: 0, failed: 0, ..Occupancy::default() }
+        );
     }
 
     #[test]
@@ -353,7 +368,10 @@ mod tests {
         flush(&a);
         let c = places.enter().unwrap();
         assert!(over(&a) && !over(&b) && !over(&c));
-        assert_eq!(places.occupancy(), Occupancy { open: 2, evicted: 1, refused: 3, failed: 0 });
+        assert_eq!(
+            places.occupancy(),
+            Occupancy { open: 2, evicted: 1, refused: 3, failed: 0, ..Occupancy::default() }
+        );
         drop((a, c));
         assert_eq!(places.occupancy().open, 1, "an evicted connection gives back nothing");
         drop((b, of_b));
@@ -408,6 +426,9 @@ mod tests {
         places.close();
         assert!(over(&idle) && !over(&busy));
         drop(call);
-        assert_eq!(places.occupancy(), Occupancy { open: 1, evicted: 0, refused: 0, failed: 0 });
+        assert_eq!(
+            places.occupancy(),
+            Occupancy { open: 1, evicted: 0, refused: 0, failed: 0, ..Occupancy::default() }
+        );
     }
 }

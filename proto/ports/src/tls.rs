@@ -13,6 +13,8 @@ use tokio_rustls::rustls::server::WebPkiClientVerifier;
 use tokio_rustls::rustls::server::danger::ClientCertVerifier;
 use tokio_rustls::rustls::{self, RootCertStore, ServerConfig};
 
+use crate::expiry::not_after;
+
 /// Bytes of a PEM file at most.
 const MAX_PEM_BYTES: u64 = 1 << 20;
 
@@ -70,7 +72,13 @@ pub enum TlsError {
 #[derive(Clone)]
 pub struct Tls {
     files: TlsFiles,
-    current: Arc<RwLock<ServerConfig>>,
+    current: Arc<RwLock<Current>>,
+}
+
+/// What the files held when they were read last.
+struct Current {
+    config: ServerConfig,
+    not_after: Option<u64>,
 }
 
 impl fmt::Debug for Tls {
@@ -86,7 +94,7 @@ impl Tls {
     /// # Errors
     /// [`TlsError`]: a file is missing or holds something else, or the key is another certificate's.
     pub fn read(files: &TlsFiles) -> Result<Self, TlsError> {
-        Ok(Self { files: files.clone(), current: Arc::new(RwLock::new(config(files)?)) })
+        Ok(Self { files: files.clone(), current: Arc::new(RwLock::new(Current::read(files)?)) })
     }
 
     /// Reads the files again, for connections that come from now on. Sessions of earlier ones are not resumed.
@@ -94,23 +102,35 @@ impl Tls {
     /// # Errors
     /// As [`Self::read`]; what was read before stays.
     pub fn reload(&self) -> Result<(), TlsError> {
-        let next = config(&self.files)?;
+        let next = Current::read(&self.files)?;
         *self.current.write().unwrap_or_else(PoisonError::into_inner) = next;
         Ok(())
+    }
+
+    /// The Unix second at which its certificate ends, or one of the authorities' behind it.
+    pub(crate) fn not_after(&self) -> Option<u64> {
+        self.current.read().unwrap_or_else(PoisonError::into_inner).not_after
     }
 
     /// For a connection that speaks one of `protocols` (`h2`, `http/1.1`), the first that the client knows. A copy
     /// costs some counters, a handshake a thousand times that.
     pub(crate) fn speaking(&self, protocols: &[&str]) -> Arc<ServerConfig> {
-        let mut config = self.current.read().unwrap_or_else(PoisonError::into_inner).clone();
+        let mut config = self.current.read().unwrap_or_else(PoisonError::into_inner).config.clone();
         config.alpn_protocols = protocols.iter().map(|protocol| protocol.as_bytes().to_vec()).collect();
         Arc::new(config)
     }
 }
 
-fn config(files: &TlsFiles) -> Result<ServerConfig, TlsError> {
+impl Current {
+    fn read(files: &TlsFiles) -> Result<Self, TlsError> {
+        let certs = certificates(&files.cert)?;
+        let not_after = not_after(&certs);
+        Ok(Self { config: config(files, certs)?, not_after })
+    }
+}
+
+fn config(files: &TlsFiles, certs: Vec<CertificateDer<'static>>) -> Result<ServerConfig, TlsError> {
     let provider = Arc::new(ring::default_provider());
-    let certs = certificates(&files.cert)?;
     let key = private_key(&files.key)?;
     let pair = |error: rustls::Error| TlsError::Pair {
         cert: files.cert.clone(),

@@ -413,6 +413,24 @@ async fn files_are_read_again_for_connections_that_come_later() {
     assert!(node.reload().expect_err("another node").to_string().contains("takes a restart"));
 }
 
+#[tokio::test]
+async fn a_port_tells_until_when_its_certificate_is_good() {
+    let ours = Authority::new();
+    let until = |year| ours.sign_with(&[D0], |params| params.not_after = date_time_ymd(year, 1, 1));
+    let files = until(2090);
+    let tls = NodeTls::read(&files, PeerRole::Decode).expect("good files");
+    let bind = async || TcpListener::bind("127.0.0.1:0").await.expect("bind");
+    let places = Port::new(bind().await, Limits::default()).of_cluster(Some(tls.clone())).places();
+    assert_eq!(places.occupancy().certificate_not_after, Some(3_786_912_000));
+    let next = until(2095);
+    fs::copy(&next.cert, &files.cert).expect("replaced");
+    fs::copy(&next.key, &files.key).expect("replaced");
+    tls.reload().expect("good files");
+    assert_eq!(places.occupancy().certificate_not_after, Some(3_944_678_400));
+    let plain = Port::new(bind().await, Limits::default()).places();
+    assert_eq!(plain.occupancy().certificate_not_after, None);
+}
+
 #[test]
 fn wrong_files_are_named() {
     let (ours, others) = (Authority::new(), Authority::new());

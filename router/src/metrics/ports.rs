@@ -1,4 +1,4 @@
-//! Metrics of the ports: how many connections each has, and how many had to go.
+//! Metrics of the ports: how many connections each has, how many had to go, and when its certificate ends.
 use std::sync::atomic::Ordering;
 
 use prometheus_client::encoding::EncodeLabelSet;
@@ -22,6 +22,7 @@ pub(super) struct PortMetrics {
     evicted: Family<OfPort, Counter>,
     refused: Family<OfPort, Counter>,
     failed: Family<OfPort, Counter>,
+    certificates: Family<OfPort, Gauge>,
 }
 
 impl PortMetrics {
@@ -43,6 +44,11 @@ impl PortMetrics {
             "Connections that the port ended because of what they sent, or did not send in time",
             own.failed.clone(),
         );
+        registry.register(
+            "tandem_certificate_not_after_seconds",
+            "Unix time at which a port's certificate ends, or one of the authorities' behind it",
+            own.certificates.clone(),
+        );
         own
     }
 
@@ -54,6 +60,9 @@ impl PortMetrics {
             self.evicted.get_or_create(&of).inner().store(now.evicted, Ordering::Relaxed);
             self.refused.get_or_create(&of).inner().store(now.refused, Ordering::Relaxed);
             self.failed.get_or_create(&of).inner().store(now.failed, Ordering::Relaxed);
+            if let Some(seconds) = now.certificate_not_after {
+                self.certificates.get_or_create(&of).set(i64::try_from(seconds).unwrap_or(i64::MAX));
+            }
         }
     }
 }
