@@ -134,6 +134,10 @@ def check_containers():
     assert outside.returncode == 0, "the router's probe does not say that it lives"
     size = int(docker("docker", "image", "inspect", "--format", "{{.Size}}", "tandem:cpu"))
     assert size <= 120e6, f"the image has {size / 1e6:.0f} MB"
+    version = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["version"]
+    label = '{{index .Config.Labels "org.opencontainers.image.version"}}'
+    labelled = docker("docker", "image", "inspect", "--format", label, "tandem:cpu").strip()
+    assert labelled == version, f"the image says that it is {labelled}, and it is {version}"
     say(f"containers: not root, read-only, without capabilities, KV out of reach; the image has {size / 1e6:.0f} MB")
 
 

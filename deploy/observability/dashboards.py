@@ -2,6 +2,7 @@
 """Writes Grafana's dashboards, one JSON file each, into grafana/dashboards/. Change them here and run this again.
 
 A panel says what it shows: a title, a unit, a sentence, and queries as (legend, PromQL), in the words of `panels.py`.
+The file is long because it is a list of panels, some eight lines each.
 """
 
 import json
