@@ -535,7 +535,7 @@ POOLS = [
     series(
         "Large bodies",
         "bytes",
-        "Bytes of bodies over 16 KiB that are being read, of 64 MiB.",
+        "Bytes of bodies over 16 KiB that are being read, of 24 MiB.",
         [("{{instance}}", "tandem_body_bytes{ROUTER}")],
     ),
     series(

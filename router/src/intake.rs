@@ -9,8 +9,12 @@ use tandem_proto::{Error, ErrorKind, MAX_MESSAGE_BYTES};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep_until, timeout};
 
-/// The bytes of larger bodies that are in memory at the same time: eight of the largest.
-pub const BUDGET_BYTES: usize = 8 * MAX_MESSAGE_BYTES;
+/// The bytes of large bodies that are in memory at the same time: two of the largest. What is made of one, while a
+/// thread reads it, comes on top: about as much again at most.
+pub const BUDGET_BYTES: usize = 2 * MAX_MESSAGE_BYTES;
+/// The same of bodies between [`FREE_BYTES`] and [`LARGE_BYTES`]. These have room of their own, as most long prompts
+/// are among them: they wait neither for large bodies nor for those who send such ones slowly.
+const MEDIUM_BUDGET_BYTES: usize = MAX_MESSAGE_BYTES;
 /// Bodies up to this size are read without asking; the number of connections and of calls on each bounds them.
 pub const FREE_BYTES: usize = 16 << 10;
 /// Texts up to this size are worked on (in well under a millisecond) where they are; others beside the reactor's
@@ -22,7 +26,7 @@ const LARGE_BYTES: usize = 256 << 10;
 /// Larger bodies are read no faster than one worker of their class parses them, for each of these. Read at once, a few
 /// of them take every core for a tenth of a second (most of it goes into fresh pages), and the others wait.
 const BYTES_PER_SECOND: u32 = 200_000_000;
-/// Texts that wait for a worker, of either class.
+/// Bodies that wait for room, and texts that wait for a worker, of either class.
 const MAX_WAITING: usize = 256;
 /// For room in the budget, or for a worker.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -37,12 +41,20 @@ pub struct Intake {
 
 #[derive(Debug)]
 struct Inner {
-    bytes: Arc<Semaphore>,
+    medium_bytes: Budget,
+    large_bytes: Budget,
     small: Workers,
     large: Workers,
     /// When the bytes of large bodies that were read so far would have been parsed.
     parsed: Mutex<Instant>,
     refused: AtomicU64,
+}
+
+/// Room for bodies of a class, in [`UNIT_BYTES`], and those who wait for some.
+#[derive(Debug)]
+struct Budget {
+    free: Arc<Semaphore>,
+    waiting: AtomicUsize,
 }
 
 /// Some threads, and those who wait for one.
@@ -62,7 +74,7 @@ pub struct Reserved {
 /// For metrics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Load {
-    /// Bytes taken by larger bodies, of [`BUDGET_BYTES`].
+    /// Bytes taken by bodies over [`FREE_BYTES`].
     pub body_bytes: usize,
     /// Texts that are worked on.
     pub working: usize,
@@ -86,11 +98,11 @@ impl Intake {
             threads,
             waiting: AtomicUsize::default(),
         };
-        let bytes = Arc::new(Semaphore::new(BUDGET_BYTES / UNIT_BYTES));
+        let (medium_bytes, large_bytes) = (Budget::new(MEDIUM_BUDGET_BYTES), Budget::new(BUDGET_BYTES));
         // The reactor and the small texts keep half of the machine.
         let (small, large) = (workers(cores.max(1)), workers((cores / 2).clamp(1, 4)));
         let (parsed, refused) = (Mutex::new(Instant::now()), AtomicU64::default());
-        Self { inner: Arc::new(Inner { bytes, small, large, parsed, refused }) }
+        Self { inner: Arc::new(Inner { medium_bytes, large_bytes, small, large, parsed, refused }) }
     }
 
     /// Room for a body of so many bytes, before more than [`FREE_BYTES`] of it are read.
@@ -101,11 +113,11 @@ impl Intake {
         if bytes <= FREE_BYTES {
             return Ok(Reserved::default());
         }
+        let budget = if bytes < LARGE_BYTES { &self.inner.medium_bytes } else { &self.inner.large_bytes };
         let units = u32::try_from(bytes.min(BUDGET_BYTES).div_ceil(UNIT_BYTES)).unwrap_or(u32::MAX);
-        match timeout(PATIENCE, Arc::clone(&self.inner.bytes).acquire_many_owned(units)).await {
-            Ok(Ok(room)) => Ok(Reserved { _room: Some(room) }),
-            _ => Err(self.refuse("too many large requests arrive at once: try later")),
-        }
+        let room = budget.room(units).await;
+        let room = room.ok_or_else(|| self.refuse("too many large requests arrive at once: try later"))?;
+        Ok(Reserved { _room: Some(room) })
     }
 
     /// Waits until it is time to read more of a body of which `before` bytes were read, and now `bytes` more.
@@ -148,9 +160,10 @@ impl Intake {
 
     /// Now.
     pub fn load(&self) -> Load {
-        let Inner { bytes, small, large, refused, .. } = &*self.inner;
+        let Inner { medium_bytes, large_bytes, small, large, refused, .. } = &*self.inner;
+        let left = (medium_bytes.free.available_permits() + large_bytes.free.available_permits()) * UNIT_BYTES;
         Load {
-            body_bytes: BUDGET_BYTES - bytes.available_permits() * UNIT_BYTES,
+            body_bytes: MEDIUM_BUDGET_BYTES + BUDGET_BYTES - left,
             working: small.working() + large.working(),
             waiting: small.waiting.load(Ordering::Relaxed) + large.waiting.load(Ordering::Relaxed),
             refused: refused.load(Ordering::Relaxed),
@@ -160,6 +173,20 @@ impl Intake {
     fn refuse(&self, why: &str) -> Error {
         self.inner.refused.fetch_add(1, Ordering::Relaxed);
         Error::new(ErrorKind::Overloaded, why)
+    }
+}
+
+impl Budget {
+    fn new(bytes: usize) -> Self {
+        Self { free: Arc::new(Semaphore::new(bytes / UNIT_BYTES)), waiting: AtomicUsize::default() }
+    }
+
+    async fn room(&self, units: u32) -> Option<OwnedSemaphorePermit> {
+        if let Ok(room) = Arc::clone(&self.free).try_acquire_many_owned(units) {
+            return Some(room);
+        }
+        let _place = Waits::enter(&self.waiting)?;
+        timeout(PATIENCE, Arc::clone(&self.free).acquire_many_owned(units)).await.ok()?.ok()
     }
 }
 
@@ -217,16 +244,43 @@ mod tests {
     async fn large_bodies_share_a_budget_and_small_ones_need_none() {
         let intake = Intake::new(2);
         let mut held = Vec::new();
-        for _ in 0..8 {
+        for _ in 0..BUDGET_BYTES / MAX_MESSAGE_BYTES {
             held.push(intake.reserve(MAX_MESSAGE_BYTES).await.unwrap());
         }
         assert_eq!(intake.load().body_bytes, BUDGET_BYTES);
-        assert!(intake.reserve(FREE_BYTES).await.is_ok());
-        let refused = intake.reserve(FREE_BYTES + 1).await.unwrap_err();
+        let refused = intake.reserve(LARGE_BYTES).await.unwrap_err();
         assert_eq!((refused.kind, intake.load().refused), (ErrorKind::Overloaded, 1));
+        for _ in 0..MEDIUM_BUDGET_BYTES / LARGE_BYTES {
+            held.push(intake.reserve(LARGE_BYTES - 1).await.expect("room of their own"));
+        }
+        assert_eq!(intake.load().body_bytes, BUDGET_BYTES + MEDIUM_BUDGET_BYTES);
+        let refused = intake.reserve(FREE_BYTES + 1).await.unwrap_err();
+        assert_eq!((refused.kind, intake.load().refused), (ErrorKind::Overloaded, 2));
+        assert!(intake.reserve(FREE_BYTES).await.is_ok());
         drop(held);
         assert!(intake.reserve(usize::MAX).await.is_ok(), "whatever is announced, the whole budget is enough");
         assert_eq!(intake.load().body_bytes, 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn few_wait_for_room_and_the_others_are_refused_at_once() {
+        let (intake, begun) = (Intake::new(2), Instant::now());
+        let _all = intake.reserve(BUDGET_BYTES).await.unwrap();
+        let waits = || {
+            let intake = intake.clone();
+            tokio::spawn(async move { intake.reserve(LARGE_BYTES).await.is_err() })
+        };
+        let waiting: Vec<_> = (0..MAX_WAITING).map(|_| waits()).collect();
+        while intake.inner.large_bytes.waiting.load(Ordering::Relaxed) < MAX_WAITING {
+            tokio::task::yield_now().await;
+        }
+        assert!(intake.reserve(LARGE_BYTES).await.is_err());
+        assert_eq!((begun.elapsed(), intake.load().refused), (Duration::ZERO, 1));
+        for one in waiting {
+            assert!(one.await.unwrap(), "no room came");
+        }
+        assert!(begun.elapsed() < PATIENCE + Duration::from_secs(1));
+        assert_eq!(intake.load().refused, 1 + MAX_WAITING as u64);
     }
 
     #[tokio::test(start_paused = true)]

@@ -1,4 +1,6 @@
-//! The polite client: one request after the other, each with the tokens that it must have.
+//! The polite client: one request after the other, each with the tokens that it must have. It has a thread of its own,
+//! so that no attacker of this process is in its way.
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
@@ -7,13 +9,18 @@ use serde_json::{Value, json};
 use tandem_cluster_tests::open_loop::percentile;
 use tandem_cluster_tests::reference::Reference;
 
-use crate::target::{POLITE, Target};
+use tokio::runtime::Builder;
+use tokio::sync::oneshot;
+
+use crate::cores::Cores;
+use crate::target::{PATIENCE, POLITE, told};
 
 const NEW_TOKENS: u32 = 8;
 
 /// Prompts, and what simulated nodes answer to them.
 pub struct Polite {
     questions: Vec<(String, Vec<u32>)>,
+    cores: Cores,
 }
 
 /// Milliseconds.
@@ -32,7 +39,7 @@ impl Polite {
     ///
     /// # Errors
     /// The model is not there.
-    pub async fn new() -> anyhow::Result<Self> {
+    pub async fn new(cores: Cores) -> anyhow::Result<Self> {
         let reference = Reference::start()?;
         let mut questions = Vec::new();
         for number in 0..16_u32 {
@@ -42,25 +49,40 @@ impl Polite {
                 "temperature": 0, "return_token_ids": true});
             questions.push((body.to_string(), expected));
         }
-        Ok(Self { questions })
+        Ok(Self { questions, cores })
     }
 
-    /// Asks until it is `over`, and at least once.
+    /// Asks the router at this URL until it is `over`, and so often at least.
     ///
     /// # Errors
     /// An answer is not the right one, or does not come.
-    pub async fn ask(&self, target: &Target, over: &AtomicBool) -> anyhow::Result<Latency> {
+    pub async fn ask(self: &Arc<Self>, url: String, least: usize, over: &Arc<AtomicBool>) -> anyhow::Result<Latency> {
+        let (polite, over, (tell, asked)) = (Arc::clone(self), Arc::clone(over), oneshot::channel());
+        std::thread::spawn(move || {
+            let asking = polite.cores.for_cluster().and_then(|()| {
+                let runtime = Builder::new_current_thread().enable_all().build()?;
+                runtime.block_on(polite.ask_here(&url, least.max(1), &over))
+            });
+            let _ = tell.send(asking);
+        });
+        asked.await.context("the polite client panicked")?
+    }
+
+    async fn ask_here(&self, url: &str, least: usize, over: &AtomicBool) -> anyhow::Result<Latency> {
+        let client = reqwest::Client::builder().timeout(PATIENCE).build()?;
+        let url = format!("{url}/v1/completions");
         let mut times = Vec::new();
         for (body, expected) in self.questions.iter().cycle() {
             let asked = Instant::now();
-            let (status, answer) =
-                target.post(POLITE, "/v1/completions", body.clone()).await.context("the polite client")?;
+            let request = client.post(&url).header("content-type", "application/json").bearer_auth(POLITE);
+            let answer = async { told(request.body(body.clone()).send().await?).await };
+            let (status, answer) = answer.await.context("the polite client")?;
             times.push(asked.elapsed().as_secs_f64() * 1e3);
             ensure!(status == 200, "the polite client got {status}: {answer}");
             let answer: Value = serde_json::from_str(&answer)?;
             let tokens: Vec<u32> = serde_json::from_value(answer["choices"][0]["token_ids"].clone())?;
             ensure!(tokens == *expected, "the polite client got {tokens:?}, not {expected:?}");
-            if over.load(Ordering::Relaxed) {
+            if over.load(Ordering::Relaxed) && times.len() >= least {
                 break;
             }
         }

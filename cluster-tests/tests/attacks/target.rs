@@ -24,7 +24,7 @@ pub const VICTIM: &str = "sk-victim-8a7b6c5d4e3f2a1b0c9d";
 pub const FLOODER: &str = "sk-flooder-1122334455667788";
 const TOKEN: &str = "the-secret-of-the-attacked-cluster";
 /// Every request of any client is answered, or refused, by then.
-const PATIENCE: Duration = Duration::from_secs(30);
+pub const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The cluster under attack, and how long an attack lasts.
 pub struct Target {
