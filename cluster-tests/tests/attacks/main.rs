@@ -2,7 +2,8 @@
 //! `cargo test --release -p tandem-cluster-tests --test attacks`; with `-- --full` the forms with ten thousand
 //! connections, and longer ones. Each attack must be refused or bounded, and counted where an operator looks. The
 //! polite client must get its tokens meanwhile; its latencies are printed, and no test of anything. The router's memory
-//! must stay within twice that of an idle one, which has served before: its recent traces are all there.
+//! is to stay within twice that of an idle one, which has served before: its recent traces are all there. A run that
+//! takes more says so; one fails at two and a half times, as pages that the allocator holds vary from run to run.
 //!
 //! - [`target`]: what is attacked. [`polite`]: the client that is to notice nothing. [`cores`]: who computes where.
 //! - [`sockets`]: bytes on sockets, HTTP/2 frame by frame.
@@ -35,6 +36,9 @@ use target::{Seen, Target};
 
 /// Answers before the router's memory is taken for that of an idle one: more than the traces that it keeps.
 const SERVED_BEFORE: usize = 1_500;
+/// Times an idle router's memory: what is aimed at, and what fails.
+const AIM: f64 = 2.0;
+const MOST: f64 = 2.5;
 /// Idle pages go back to the system within this.
 const AFTERWARDS: Duration = Duration::from_secs(40);
 /// What freed memory gets to go back before an idle router's is read.
@@ -176,9 +180,13 @@ async fn one(target: &mut Target, polite: &Arc<Polite>, attack: Attack, idle_mb:
     let (refused, latency, most) = (refused?, latency?, most?);
     let counted = target.until_seen(attack.seen, before).await?;
     target.is_sound()?;
-    ensure!(most <= 2.0 * idle_mb, "the router took {most:.0} MB, of {idle_mb:.0} MB idle");
+    let took = format!("the router took {most:.0} MB, of {idle_mb:.0} MB idle");
+    ensure!(most <= MOST * idle_mb, "{took}");
+    if most > AIM * idle_mb {
+        println!("above the aim of {AIM} times: {took}");
+    }
     let left = Instant::now();
-    while target.memory()? > 2.0 * idle_mb {
+    while target.memory()? > AIM * idle_mb {
         ensure!(left.elapsed() < AFTERWARDS, "the router keeps {:.0} MB, of {idle_mb:.0} MB idle", target.memory()?);
         tokio::time::sleep(LOOK).await;
     }
