@@ -11,17 +11,26 @@ cd "$(dirname "$0")"
 days=${DAYS:-90}
 ec=(-newkey ec -pkeyopt ec_paramgen_curve:P-256 -noenc)
 mkdir -p -m 700 secrets
+# What openssl says is of interest where it fails.
+certificate() {
+  local said
+  said=$(openssl req -x509 "${ec[@]}" "$@" 2>&1) || { echo "openssl (3 is needed): $said" >&2; exit 1; }
+}
 if [ ! -s secrets/authority/ca.pem ]; then
   (umask 077 && mkdir -p secrets/authority)
-  openssl req -x509 "${ec[@]}" -days 3650 -subj "/CN=tandem nodes" -addext "keyUsage=critical,keyCertSign" \
-    -keyout secrets/authority/ca.key -out secrets/authority/ca.pem 2> /dev/null
+  certificate -days 3650 -subj "/CN=tandem nodes" -addext "keyUsage=critical,keyCertSign" \
+    -keyout secrets/authority/ca.key -out secrets/authority/ca.pem
+fi
+if [ ! -s secrets/authority/ca.key ]; then
+  echo "$PWD/secrets/authority/ca.key is not there: bring it back for as long as this runs" >&2
+  exit 1
 fi
 new=$(mktemp -d secrets/.tls.XXXXXX)
 trap 'rm -rf "$new"' EXIT
 for role in router prefill decode; do
-  openssl req -x509 "${ec[@]}" -days "$days" -subj "/CN=$role" -CA secrets/authority/ca.pem -CAkey secrets/authority/ca.key \
+  certificate -days "$days" -subj "/CN=$role" -CA secrets/authority/ca.pem -CAkey secrets/authority/ca.key \
     -addext "basicConstraints=critical,CA:FALSE" -addext "extendedKeyUsage=serverAuth,clientAuth" \
-    -addext "subjectAltName=URI:spiffe://tandem.compose/tandem/$role" -keyout "$new/tls.key" -out "$new/tls.crt" 2> /dev/null
+    -addext "subjectAltName=URI:spiffe://tandem.compose/tandem/$role" -keyout "$new/tls.key" -out "$new/tls.crt"
   cp secrets/authority/ca.pem "$new/ca.crt"
   chmod 444 "$new"/*
   mkdir -p -m 755 "secrets/tls/$role"

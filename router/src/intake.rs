@@ -26,6 +26,9 @@ const LARGE_BYTES: usize = 256 << 10;
 /// Larger bodies are read no faster than one worker of their class parses them, for each of these. Read at once, a few
 /// of them take every core for a tenth of a second (most of it goes into fresh pages), and the others wait.
 const BYTES_PER_SECOND: u32 = 200_000_000;
+/// What has room arrives in this time, and as fast as this: nobody holds for long what others need by sending slowly.
+const ARRIVES_WITHIN: Duration = Duration::from_secs(10);
+const SLOWEST_BYTES_PER_SECOND: u32 = 500_000;
 /// Bodies that wait for room, and texts that wait for a worker, of either class.
 const MAX_WAITING: usize = 256;
 /// For room in the budget, or for a worker.
@@ -53,6 +56,7 @@ struct Inner {
 /// Room for bodies of a class, in [`UNIT_BYTES`], and those who wait for some.
 #[derive(Debug)]
 struct Budget {
+    bytes: usize,
     free: Arc<Semaphore>,
     waiting: AtomicUsize,
 }
@@ -110,14 +114,27 @@ impl Intake {
     /// # Errors
     /// `Overloaded`: others took all the room, for longer than is worth waiting.
     pub async fn reserve(&self, bytes: usize) -> Result<Reserved, Error> {
-        if bytes <= FREE_BYTES {
+        self.reserve_for(bytes, bytes).await
+    }
+
+    /// The same for a body that takes `cost` bytes of memory.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn reserve_for(&self, bytes: usize, cost: usize) -> Result<Reserved, Error> {
+        if cost <= FREE_BYTES {
             return Ok(Reserved::default());
         }
         let budget = if bytes < LARGE_BYTES { &self.inner.medium_bytes } else { &self.inner.large_bytes };
-        let units = u32::try_from(bytes.min(BUDGET_BYTES).div_ceil(UNIT_BYTES)).unwrap_or(u32::MAX);
+        let units = u32::try_from(cost.min(budget.bytes).div_ceil(UNIT_BYTES)).unwrap_or(u32::MAX);
         let room = budget.room(units).await;
         let room = room.ok_or_else(|| self.refuse("too many large requests arrive at once: try later"))?;
         Ok(Reserved { _room: Some(room) })
+    }
+
+    /// How long a body of so many bytes that has room may take to arrive.
+    pub fn arrives_within(bytes: usize) -> Duration {
+        ARRIVES_WITHIN + Duration::from_secs(bytes as u64) / SLOWEST_BYTES_PER_SECOND
     }
 
     /// Waits until it is time to read more of a body of which `before` bytes were read, and now `bytes` more.
@@ -178,7 +195,7 @@ impl Intake {
 
 impl Budget {
     fn new(bytes: usize) -> Self {
-        Self { free: Arc::new(Semaphore::new(bytes / UNIT_BYTES)), waiting: AtomicUsize::default() }
+        Self { bytes, free: Arc::new(Semaphore::new(bytes / UNIT_BYTES)), waiting: AtomicUsize::default() }
     }
 
     async fn room(&self, units: u32) -> Option<OwnedSemaphorePermit> {

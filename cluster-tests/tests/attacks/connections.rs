@@ -87,7 +87,7 @@ async fn slow_bodies(target: &Target) -> anyhow::Result<String> {
         }
         is_answered(target).await?;
     }
-    Ok("made room for newcomers; 60 s for a body at most".to_owned())
+    Ok("made room for newcomers; 12 s for such a body at most".to_owned())
 }
 
 async fn half_prefaces(target: &Target) -> anyhow::Result<String> {

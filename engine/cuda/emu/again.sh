@@ -1,14 +1,17 @@
 #!/bin/bash
 # The tests of the device's kernels and models once more, twice at the same time: with the checker of accesses, and in an
 # order of lanes, blocks and streams that a seed gives. The seed is printed, and taken from EMU_SEED where that is set.
-# An emulated device computes on one core: side by side the two take as long as the longer one.
+# An emulated device computes on one core: on two cores the two take as long as the longer one.
 set -euo pipefail
+# A group of its own for what runs beside, which ends with this script.
+set -m
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 
 seed=${EMU_SEED:-$((RANDOM + 1))}
 unset EMU_SEED
 log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+random=
+trap '[ -z "$random" ] || kill -- "-$random" 2> /dev/null || true; rm -f "$log"' EXIT
 
 tests() {
   cargo test --release --locked --workspace --test kernels --test model --test invariance
@@ -20,6 +23,7 @@ random=$!
 code=0
 EMU_CHECK=1 tests || code=$?
 wait "$random" || code=$?
+random=
 echo "EMU_ORDER=random EMU_SEED=$seed:"
 cat "$log"
 exit "$code"

@@ -27,7 +27,7 @@ use crate::api::Service;
 use crate::flow::refused::Refused;
 use crate::intake::{FREE_BYTES, Intake, Reserved};
 
-/// A call's message takes this long at most.
+/// A call's message takes this long at most; one that has room in the [`Intake`], as long as that says.
 const READ_LIMIT: Duration = Duration::from_secs(60);
 /// What stands before each message: a flag and its length.
 const PREFIX_BYTES: usize = 5;
@@ -176,11 +176,11 @@ fn bounded(
     intake: Intake,
     room: Room,
 ) -> impl Stream<Item = Result<Frame<Bytes>, Status>> + Send {
-    let deadline = Instant::now() + READ_LIMIT;
+    let mut deadline = Instant::now() + READ_LIMIT;
     async_stream::try_stream! {
         let (mut start, mut arrived) = (Vec::with_capacity(PREFIX_BYTES), 0_usize);
         while !body.is_end_stream() {
-            let slow = |_| Status::deadline_exceeded(format!("the message did not arrive within {READ_LIMIT:?}"));
+            let slow = |_| Status::deadline_exceeded("the message did not arrive in time");
             let Some(frame) = timeout_at(deadline, body.frame()).await.map_err(slow)? else { break };
             let frame = frame?;
             arrived = arrived.saturating_add(frame.data_ref().map_or(0, Bytes::len));
@@ -189,7 +189,8 @@ fn bounded(
                 // What is longer than a message may be, tonic refuses by the same prefix.
                 let prefix = Prefix::read(&start).filter(|prefix| prefix.bytes <= MAX_MESSAGE_BYTES);
                 if let Some(bytes) = prefix.map(|prefix| prefix.unpacked(packing)).filter(|bytes| *bytes >= FREE_BYTES) {
-                    room.keep(intake.reserve(bytes * DECODED).await.map_err(Status::from)?);
+                    room.keep(intake.reserve_for(bytes, bytes * DECODED).await.map_err(Status::from)?);
+                    deadline = Instant::now() + Intake::arrives_within(bytes);
                 }
             }
             if Prefix::read(&start).is_some_and(|prefix| arrived > prefix.bytes.saturating_add(PREFIX_BYTES)) {

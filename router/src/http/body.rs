@@ -5,13 +5,13 @@ use std::time::Duration;
 use axum::body::{Body, BodyDataStream, HttpBody};
 use futures::StreamExt;
 use tandem_proto::{Error, ErrorKind};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::MAX_BODY_BYTES;
 use super::error::ApiError;
 use crate::intake::{FREE_BYTES, Intake, Reserved};
 
-/// A body takes this long at most.
+/// A body takes this long at most; one that has room in the [`Intake`], as long as that says.
 const READ_LIMIT: Duration = Duration::from_secs(60);
 /// What is read and thrown away of a body that is too large, so that a client that sends first and reads later finds
 /// the error instead of a reset connection.
@@ -52,8 +52,10 @@ async fn collect(intake: &Intake, body: Body) -> Result<(Vec<u8>, Reserved), Api
         return Err(too_large(&mut pieces).await);
     }
     let mut room = if announced < MAX_BODY_BYTES { Some(intake.reserve(announced).await?) } else { None };
+    let within = if announced <= FREE_BYTES { READ_LIMIT } else { Intake::arrives_within(announced) };
+    let deadline = Instant::now() + within;
     let mut bytes = Vec::with_capacity(if room.is_some() { announced } else { 0 });
-    while let Some(piece) = pieces.next().await {
+    while let Some(piece) = timeout_at(deadline, pieces.next()).await.map_err(|_| ApiError::body_too_slow())? {
         let cut_off = |error| Error::new(ErrorKind::InvalidArgument, format!("the request body broke off: {error}"));
         let piece = piece.map_err(cut_off)?;
         if bytes.len() + piece.len() > MAX_BODY_BYTES {
@@ -106,6 +108,33 @@ mod tests {
         assert_eq!(read(Body::from_stream(broken)).await.map_err(status), Err(400));
         assert_eq!(read(Body::from(vec![b' '; MAX_BODY_BYTES])).await.unwrap().len(), MAX_BODY_BYTES);
         assert_eq!(read(Body::from(vec![b' '; MAX_BODY_BYTES + 1])).await.map_err(status), Err(413));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_large_body_that_comes_slowly_gives_its_room_to_others() {
+        let intake = Intake::new(1);
+        let slow = || {
+            // In chunks, one of a kilobyte each second: room for the largest body is taken behind the first sixteen.
+            let pieces = futures::stream::repeat(vec![b' '; 1 << 10]).then(|piece| async move {
+                tokio::time::sleep(Duration::from_secs(1)).await;
+                Ok::<_, std::io::Error>(piece)
+            });
+            Body::from_stream(pieces)
+        };
+        let begun = Instant::now();
+        let reading: Vec<_> = (0..BUDGET_BYTES / MAX_BODY_BYTES)
+            .map(|_| {
+                let (intake, body) = (intake.clone(), slow());
+                tokio::spawn(async move { read(&intake, body).await.map(drop).unwrap_err().into_response().status() })
+            })
+            .collect();
+        tokio::time::sleep(Duration::from_secs(20)).await;
+        assert_eq!(intake.load().body_bytes, BUDGET_BYTES, "the slow ones have all the room");
+        assert!(read(&intake, Body::from(vec![b' '; MAX_BODY_BYTES])).await.is_ok());
+        assert!(begun.elapsed() <= Intake::arrives_within(MAX_BODY_BYTES) + Duration::from_secs(1));
+        for one in reading {
+            assert_eq!(one.await.unwrap().as_u16(), 408);
+        }
     }
 
     #[tokio::test(start_paused = true)]

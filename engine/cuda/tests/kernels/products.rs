@@ -112,7 +112,10 @@ fn a_rows_bits_are_the_same_in_batches_of_1_to_70_rows() {
     let Some(gpu) = Gpu::get() else { return };
     let operands = Operands::random(6, 70, 20, 4192);
     let whole = operands.multiply(&gpu, Some(Plan::Tiles64), 70);
-    for rows in (1..=70).step_by(Gpu::stride()) {
+    // The checker is slow: rows at the edges of the kernels' tiles, where one accesses other than its neighbours.
+    let edges = [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 69, 70];
+    let rows = (1..=70).filter(|rows| !tandem_cuda_emu::is_checked() || edges.contains(rows));
+    for rows in rows {
         let what = || format!("{rows} rows by {:?}", Plan::of(rows, operands.n));
         assert_same_bits(&operands.multiply(&gpu, None, rows), &whole[..rows * operands.n], &what);
     }
