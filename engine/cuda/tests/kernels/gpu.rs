@@ -26,8 +26,8 @@ impl Gpu {
         Some(Self { context, stream, kernels })
     }
 
-    /// Of cases that differ in values alone: 1, each; with the access checker every eighth. What a kernel accesses depends
-    /// on its shapes, and what it computes is compared without the checker.
+    /// Of cases that differ in values alone: 1, each; with the access checker every eighth. What a kernel accesses
+    /// depends on its shapes, and what it computes is compared without the checker.
     pub fn stride() -> usize {
         if tandem_cuda_emu::is_checked() { 8 } else { 1 }
     }
