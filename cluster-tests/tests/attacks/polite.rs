@@ -8,7 +8,6 @@ use anyhow::{Context, ensure};
 use serde_json::{Value, json};
 use tandem_cluster_tests::open_loop::percentile;
 use tandem_cluster_tests::reference::Reference;
-
 use tokio::runtime::Builder;
 use tokio::sync::oneshot;
 
