@@ -225,6 +225,8 @@ async fn golden_prompts_are_answered_over_two_gpus() -> anyhow::Result<()> {
     // Small steps and few blocks: most of a start is its warm-up.
     let mut cluster = Cluster::start(Options {
         node_args: words("--threads 1 --kv-blocks 24 --max-num-batched-tokens 16 --max-num-seqs 1"),
+        // An emulated node takes half a minute to start: requests wait for the one in a killed one's place.
+        router_args: words("--replan-ms 120000"),
         ..machine.options("--device cuda:0", "--device cuda:1")
     })
     .await?;
