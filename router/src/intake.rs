@@ -44,28 +44,22 @@ pub struct Intake {
 
 #[derive(Debug)]
 struct Inner {
-    medium_bytes: Budget,
-    large_bytes: Budget,
-    small: Workers,
-    large: Workers,
+    /// Room for bodies of each class, in [`UNIT_BYTES`].
+    medium_bytes: Pool,
+    large_bytes: Pool,
+    /// Threads for texts of each class.
+    small: Pool,
+    large: Pool,
     /// When the bytes of large bodies that were read so far would have been parsed.
     parsed: Mutex<Instant>,
     refused: AtomicU64,
 }
 
-/// Room for bodies of a class, in [`UNIT_BYTES`], and those who wait for some.
+/// So many of something, which are taken for a while, and those who wait for some.
 #[derive(Debug)]
-struct Budget {
-    bytes: usize,
+struct Pool {
+    most: usize,
     free: Arc<Semaphore>,
-    waiting: AtomicUsize,
-}
-
-/// Some threads, and those who wait for one.
-#[derive(Debug)]
-struct Workers {
-    free: Arc<Semaphore>,
-    threads: usize,
     waiting: AtomicUsize,
 }
 
@@ -97,14 +91,10 @@ impl Default for Intake {
 impl Intake {
     /// For a machine of so many cores.
     pub fn new(cores: usize) -> Self {
-        let workers = |threads: usize| Workers {
-            free: Arc::new(Semaphore::new(threads)),
-            threads,
-            waiting: AtomicUsize::default(),
-        };
-        let (medium_bytes, large_bytes) = (Budget::new(MEDIUM_BUDGET_BYTES), Budget::new(BUDGET_BYTES));
+        let room = |bytes: usize| Pool::new(bytes / UNIT_BYTES);
+        let (medium_bytes, large_bytes) = (room(MEDIUM_BUDGET_BYTES), room(BUDGET_BYTES));
         // The reactor and the small texts keep half of the machine.
-        let (small, large) = (workers(cores.max(1)), workers((cores / 2).clamp(1, 4)));
+        let (small, large) = (Pool::new(cores.max(1)), Pool::new((cores / 2).clamp(1, 4)));
         let (parsed, refused) = (Mutex::new(Instant::now()), AtomicU64::default());
         Self { inner: Arc::new(Inner { medium_bytes, large_bytes, small, large, parsed, refused }) }
     }
@@ -125,9 +115,9 @@ impl Intake {
         if cost <= FREE_BYTES {
             return Ok(Reserved::default());
         }
-        let budget = if bytes < LARGE_BYTES { &self.inner.medium_bytes } else { &self.inner.large_bytes };
-        let units = u32::try_from(cost.min(budget.bytes).div_ceil(UNIT_BYTES)).unwrap_or(u32::MAX);
-        let room = budget.room(units).await;
+        let room = if bytes < LARGE_BYTES { &self.inner.medium_bytes } else { &self.inner.large_bytes };
+        let units = u32::try_from(cost.div_ceil(UNIT_BYTES).min(room.most)).unwrap_or(u32::MAX);
+        let room = room.take(units).await;
         let room = room.ok_or_else(|| self.refuse("too many large requests arrive at once: try later"))?;
         Ok(Reserved { _room: Some(room) })
     }
@@ -142,7 +132,7 @@ impl Intake {
         if before + bytes < LARGE_BYTES {
             return;
         }
-        let takes = Duration::from_secs(bytes as u64) / (BYTES_PER_SECOND * self.inner.large.threads as u32);
+        let takes = Duration::from_secs(bytes as u64) / (BYTES_PER_SECOND * self.inner.large.most as u32);
         let until = {
             let mut parsed = self.inner.parsed.lock().unwrap_or_else(PoisonError::into_inner);
             *parsed = (*parsed).max(Instant::now()) + takes;
@@ -165,7 +155,7 @@ impl Intake {
         }
         let workers = if bytes < LARGE_BYTES { &self.inner.small } else { &self.inner.large };
         let worker =
-            workers.one().await.ok_or_else(|| self.refuse("too many texts are tokenized at once: try later"))?;
+            workers.take(1).await.ok_or_else(|| self.refuse("too many texts are tokenized at once: try later"))?;
         // The permit goes with the work: a client that leaves does not free a thread that still computes.
         let done = tokio::task::spawn_blocking(move || {
             let result = work();
@@ -178,10 +168,9 @@ impl Intake {
     /// Now.
     pub fn load(&self) -> Load {
         let Inner { medium_bytes, large_bytes, small, large, refused, .. } = &*self.inner;
-        let left = (medium_bytes.free.available_permits() + large_bytes.free.available_permits()) * UNIT_BYTES;
         Load {
-            body_bytes: MEDIUM_BUDGET_BYTES + BUDGET_BYTES - left,
-            working: small.working() + large.working(),
+            body_bytes: (medium_bytes.taken() + large_bytes.taken()) * UNIT_BYTES,
+            working: small.taken() + large.taken(),
             waiting: small.waiting.load(Ordering::Relaxed) + large.waiting.load(Ordering::Relaxed),
             refused: refused.load(Ordering::Relaxed),
         }
@@ -193,31 +182,22 @@ impl Intake {
     }
 }
 
-impl Budget {
-    fn new(bytes: usize) -> Self {
-        Self { bytes, free: Arc::new(Semaphore::new(bytes / UNIT_BYTES)), waiting: AtomicUsize::default() }
+impl Pool {
+    fn new(most: usize) -> Self {
+        Self { most, free: Arc::new(Semaphore::new(most)), waiting: AtomicUsize::default() }
     }
 
-    async fn room(&self, units: u32) -> Option<OwnedSemaphorePermit> {
-        if let Ok(room) = Arc::clone(&self.free).try_acquire_many_owned(units) {
-            return Some(room);
+    /// So many of them, now or when others give them back. `None`: too many wait already, or none came in time.
+    async fn take(&self, count: u32) -> Option<OwnedSemaphorePermit> {
+        if let Ok(taken) = Arc::clone(&self.free).try_acquire_many_owned(count) {
+            return Some(taken);
         }
         let _place = Waits::enter(&self.waiting)?;
-        timeout(PATIENCE, Arc::clone(&self.free).acquire_many_owned(units)).await.ok()?.ok()
-    }
-}
-
-impl Workers {
-    async fn one(&self) -> Option<OwnedSemaphorePermit> {
-        if let Ok(free) = Arc::clone(&self.free).try_acquire_owned() {
-            return Some(free);
-        }
-        let _place = Waits::enter(&self.waiting)?;
-        timeout(PATIENCE, Arc::clone(&self.free).acquire_owned()).await.ok()?.ok()
+        timeout(PATIENCE, Arc::clone(&self.free).acquire_many_owned(count)).await.ok()?.ok()
     }
 
-    fn working(&self) -> usize {
-        self.threads - self.free.available_permits()
+    fn taken(&self) -> usize {
+        self.most - self.free.available_permits()
     }
 }
 

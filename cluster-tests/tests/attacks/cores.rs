@@ -27,7 +27,7 @@ impl Cores {
         Ok(Self { halves, counts: [cluster.len(), attackers.len()] })
     }
 
-    /// This thread, and whoever it starts, is of the cluster's half.
+    /// This thread, and whoever it starts, runs on the cluster's half of the cores.
     ///
     /// # Errors
     /// The system does not allow it.
@@ -35,7 +35,7 @@ impl Cores {
         self.pin(0)
     }
 
-    /// The same of the attackers' half.
+    /// The same with the attackers' half.
     ///
     /// # Errors
     /// As there.
