@@ -3,6 +3,7 @@
 # Says what it installs; does nothing where everything is there.
 #
 #   peers.sh                llama.cpp as PyPI's llama-cpp-python ships its source, with llama_rows.cpp on top
+#   peers.sh source         llama.cpp's source alone, nothing is built
 #   peers.sh llama-server   and llama.cpp's server from the same source
 #   peers.sh 1b             and a model of Llama-3.2-1B's shape with random weights, in BF16, Q8_0 and Q4_K_M (5 GB)
 #   peers.sh mistralrs      and PyPI's mistralrs in a virtual environment
@@ -122,8 +123,9 @@ install_mistralrs() {
 
 mkdir -p "$peers"
 # shellcheck disable=SC2046  # a list of words
-install_packages $(llama_packages)
+[ "$*" = source ] || install_packages $(llama_packages)
 fetch_llama
+[ "$*" != source ] || exit 0
 build_llama
 for peer in "$@"; do
   case $peer in

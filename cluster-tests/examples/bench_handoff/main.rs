@@ -105,7 +105,7 @@ impl Cluster {
         let node = |address: &str, role: &str, own: &str| {
             let flags = format!(
                 "--router {} --listen {address}:0 --admin {address}:0 --kv-listen {address}:0 --transport {transport} \
-                 --node-id {push}-{role} --threads {} --kv-blocks {} --no-prefix-caching {} {own} --model",
+                 --node-id {push}-{role} --threads {} --kv-blocks {} --no-prefix-caching --speculate off {} {own} --model",
                 router.url("grpc"),
                 args.threads,
                 args.kv_blocks,

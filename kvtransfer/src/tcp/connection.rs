@@ -1,5 +1,5 @@
 //! One socket after its greeting: the thread that writes what its queue holds, and the loop that reads frames into the
-//! arena. Bytes go through a scratch buffer of 1 MiB each way, since KV memory is not a slice of bytes; the buffer
+//! arena. Bytes go through a scratch buffer of 256 KiB each way, since KV memory is not a slice of bytes; the buffer
 //! stays in cache, the copy is small beside the kernel's.
 use std::io;
 use std::net::{Shutdown, TcpStream};

@@ -77,7 +77,8 @@ pub struct UcxConfig {
     pub address_key: [u8; 32],
     /// Shared memory only: the receiver copies out of the sender's memory, where it can map that (`one_copy/`).
     pub one_copy: bool,
-    /// Announced payloads wait at their senders while so many bytes are under way to this node.
+    /// Announced payloads wait at their senders while so many bytes are under way to this node's host memory: some
+    /// frames, so that senders that wait sleep instead of fighting for the receiver's queue.
     pub landing_bytes: usize,
     /// Peers connected at once, in both directions together.
     pub max_peers: usize,
@@ -115,7 +116,7 @@ impl UcxConfig {
             grace: DEFAULT_GRACE,
             address_key: [0; 32],
             one_copy: profile == UcxProfile::Shm,
-            landing_bytes: 64 << 20,
+            landing_bytes: 8 << 20,
             max_peers: 256,
             faults: Faults::default(),
             mutation: Mutation::None,
