@@ -3,8 +3,8 @@
 //!
 //! - [`queue`]: who starts, who waits, who is refused; [`fair`]: the order between tenants; [`drain_rate`]: how fast
 //!   it moves.
-//! - [`lateness`]: what predictions miss. [`poll_budget`]: how often it asks for room. [`pools`]: classes by prompt
-//!   length. [`limiter`]: rates of one API key.
+//! - [`lateness`]: what predictions miss. [`poll_budget`]: how often it asks for room. [`limiter`]: rates of one API
+//!   key.
 //! - [`tenant`]: whose request it is; [`keys`]: which key makes it whose; [`cache_salt`]: whose cached KV it may reuse.
 //!
 //! A request starts when a slot is free *and* the nodes have room for it ([`Membership::has_room`]), so that what
@@ -20,7 +20,6 @@ pub mod keys;
 pub mod lateness;
 pub mod limiter;
 pub mod poll_budget;
-pub mod pools;
 pub mod queue;
 pub mod tenant;
 
@@ -33,14 +32,17 @@ use tandem_proto::{Error, ErrorCode, ErrorKind};
 use tandem_telemetry::clock;
 use tokio::sync::{Notify, oneshot, watch};
 
-use crate::flow::{ENDING, Limits};
+use crate::limits::Limits;
 use crate::membership::Membership;
+use crate::membership::waiting::{Ahead, Predicted};
 use limiter::Exceeded;
 use poll_budget::{Poll, PollBudget};
-use queue::{Ahead, Ask, Bounds, Predicted, Queue, Refused, Ticket, Turn};
+use queue::{Ask, Bounds, Queue, Refused, Ticket, Turn};
 use tenant::DEFAULT_TENANT;
 pub use tenant::Tenant;
 
+/// What clients are told by a router that ends, whatever their requests were at.
+pub const ENDING: &str = "the router is shutting down";
 /// While requests wait, the queue looks for room so often, whatever happens. With the millisecond that a timer may be
 /// late, as long as what a node is given ahead.
 const LOOK: Duration = Duration::from_millis(2);
@@ -210,7 +212,8 @@ impl Admission {
     /// matter: who has a slot starts.
     pub fn new(limits: &Limits, membership: &Membership, several: bool) -> Self {
         let (nodes, node_queue, waits) = (membership.clone(), limits.node_queue, limits.max_queue > 0);
-        let room = move |ask: &Ask, ahead: &Ahead| !waits || nodes.has_room(ask, ahead, node_queue, clock::now());
+        let room =
+            move |ask: &Ask, ahead: &Ahead| !waits || nodes.has_room(ask.size(), ahead, node_queue, clock::now());
         let admission = Self::with_room(limits, several, room);
         let queue = Arc::downgrade(&admission.inner);
         membership.when_freed(move || {

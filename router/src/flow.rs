@@ -10,8 +10,7 @@
 //! - [`replan`]: whether there is another attempt (pure). [`next_attempt`]: how it comes about. [`find_nodes`]: the
 //!   search for its nodes. [`retry_budget`]: how many requests may be there at once.
 //! - [`refused`]: what is left of a request that never ran.
-//! - [`timeline`]: the phases that the client waits for (pure). [`pace`]: how its tokens come (pure). [`record`]:
-//!   timings and spans (pure).
+//! - [`crate::record`]: what is known of it at its end: phases, pace, timings and spans (pure).
 pub mod admit;
 pub mod attempt;
 pub mod check;
@@ -19,13 +18,10 @@ pub mod exchange;
 pub mod find_nodes;
 pub mod legs;
 pub mod next_attempt;
-pub mod pace;
 pub mod progress;
-pub mod record;
 pub mod refused;
 pub mod replan;
 pub mod retry_budget;
-pub mod timeline;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -39,82 +35,32 @@ use tracing::Instrument;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::admission::cache_salt::CacheSalts;
-use crate::admission::pools::Pools;
-use crate::admission::{Admission, Entry, Slot};
-use crate::api::{GenerationEvent, GenerationRequest, Usage};
+use crate::admission::{Admission, ENDING, Entry, Slot};
 use crate::caller::Parent;
+use crate::failure::Failure;
+use crate::generation::{GenerationEvent, GenerationRequest, Usage};
+use crate::limits::Limits;
 use crate::membership::{Membership, Route};
 use crate::metrics::Metrics;
+use crate::record::drafts::Drafts;
+use crate::record::pace::{Arrivals, Pace};
+use crate::record::timeline::{Phase, Timeline};
+use crate::record::{Chosen, Identities, Names, Record};
 use crate::select::{NoPair, Plan, Wish};
 use crate::text::{ModelText, TextStream};
 use crate::traces::{Class, Ended, Own, Traces, join, nested};
 use attempt::{Attempt, Happening};
-use exchange::{Drafts, Exchange, Step};
+use exchange::{Exchange, Step};
 use find_nodes::Tokens;
 use legs::Rest;
-use pace::{Arrivals, Pace};
 use progress::Progress;
-use record::{Chosen, Identities, Names, Record};
-use replan::{Failure, Replan};
+use replan::Replan;
 use retry_budget::{RetryBudget, Retrying};
-use timeline::{Phase, Timeline};
 
 /// Events that wait for a slow client; beyond them the decode call is not read either.
 pub const CLIENT_QUEUE_EVENTS: usize = 64;
-/// What clients are told by a router that ends, whatever their requests were at.
-pub const ENDING: &str = "the router is shutting down";
 /// How long nodes that were stopped have for their reports; the client does not wait for these.
 const STOPPED_SPANS: Duration = Duration::from_secs(1);
-
-/// The bounds of all waits.
-#[derive(Clone, Debug)]
-pub struct Limits {
-    /// Requests that run at the same time.
-    pub max_inflight: u32,
-    /// Requests that wait until there is a slot and room on the nodes. 0: whoever has a slot starts.
-    pub max_queue: usize,
-    /// Requests that may wait on each decode node, and one on each prefill node unless this is 0, so that they are
-    /// never idle; the others wait in the queue.
-    pub node_queue: u32,
-    /// A request whose first token is predicted later than this is refused.
-    pub max_ttft: Option<Duration>,
-    /// Classes of requests by prompt length.
-    pub pools: Pools,
-    /// Tokens of an answer whose client does not say how many it wants, as far as the context and the nodes' KV memory
-    /// go.
-    pub max_tokens_default: u32,
-    /// Deadline of a request that brings none.
-    pub max_request: Duration,
-    /// Neither leg says anything for so long: the attempt fails.
-    pub silence: Duration,
-    /// Attempts of a request, the first included; at most [`replan::MOST_ATTEMPTS`].
-    pub max_attempts: u32,
-    /// Time that a request may spend without progress after failures of nodes.
-    pub replan: Duration,
-    /// Percent of the running requests that may be retries, see [`retry_budget`].
-    pub retry_budget_percent: u32,
-    /// The client takes nothing for so long: the request is cancelled.
-    pub client_stall: Duration,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self {
-            max_inflight: 512,
-            max_queue: 256,
-            node_queue: 4,
-            max_ttft: None,
-            pools: Pools::default(),
-            max_tokens_default: u32::MAX,
-            max_request: Duration::from_secs(600),
-            silence: Duration::from_secs(600),
-            max_attempts: 4,
-            replan: Duration::from_secs(30),
-            retry_budget_percent: 20,
-            client_stall: Duration::from_secs(30),
-        }
-    }
-}
 
 /// What all requests share.
 pub struct Shared {

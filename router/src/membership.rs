@@ -22,6 +22,7 @@ mod refusals;
 mod registration;
 mod room;
 mod table;
+pub mod waiting;
 mod wire;
 
 use std::net::IpAddr;
@@ -37,7 +38,6 @@ use tandem_proto::{Error, SequenceHash, v1};
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 
-use crate::admission::queue;
 use crate::index::{Gap, IndexTotals, MOST_NODES, PrefixIndex};
 use crate::select::ways::{Apart, Fallback, Fallbacks, PairWay};
 use crate::select::{self, Candidate, LocalPrefill, Need, NoPair, Plan, Role, Wish};
@@ -52,6 +52,7 @@ use reach::Reaching;
 pub use refusals::Refusals;
 use room::Wanted;
 use table::{Booked, Table};
+use waiting::{Ahead, Predicted, Size};
 
 /// Nodes at most; the next one is refused.
 pub const MAX_NODES: usize = MOST_NODES;
@@ -546,24 +547,24 @@ impl Membership {
 
     /// How soon the first token of a request would come that was routed now; `None` where no node has measured its
     /// steps, or there are no nodes for it. Books nothing.
-    pub fn predict(&self, ask: Ask<'_>, now: Instant) -> Option<queue::Predicted> {
+    pub fn predict(&self, ask: Ask<'_>, now: Instant) -> Option<Predicted> {
         let mut table = lock(&self.table);
         let need = ask.need(&table);
         let soonest = table.predict(&need, &self.choice, now)?;
         drop(table);
         let time = |ms: f64| Duration::try_from_secs_f64(ms / 1e3).ok();
         let prefill_ms = soonest.terms.prefill_ms;
-        Some(queue::Predicted { wait: time(soonest.ttft_ms() - prefill_ms)?, prefill: time(prefill_ms)? })
+        Some(Predicted { wait: time(soonest.ttft_ms() - prefill_ms)?, prefill: time(prefill_ms)? })
     }
 
     /// Whether the nodes have room for a request that need not wait there, or only with those that `node_queue` allows;
     /// without nodes that could ever hold it there is: then [`Self::route`] says why not. Nodes that are tried last
     /// count only where no others make a plan.
-    pub fn has_room(&self, ask: &queue::Ask, ahead: &queue::Ahead, node_queue: u32, now: Instant) -> bool {
+    pub fn has_room(&self, size: Size, ahead: &Ahead, node_queue: u32, now: Instant) -> bool {
         let mut table = lock(&self.table);
-        let wanted = Wanted::of(ask, ahead, node_queue, table.block_tokens());
+        let wanted = Wanted::of(size, ahead, node_queue, table.block_tokens());
         // What is cached of it is not known here.
-        let need = Ask { prompt_tokens: ask.prompt_tokens, max_tokens: ask.max_tokens, hashes: &[] }.need(&table);
+        let need = Ask { prompt_tokens: size.prompt_tokens, max_tokens: size.max_tokens, hashes: &[] }.need(&table);
         table.has_room(wanted, &need, &self.choice, now)
     }
 

@@ -25,15 +25,14 @@ use tandem_proto::trace::hex;
 use tandem_proto::{ERROR_KINDS, Error, ErrorKind, TraceContext, v1};
 
 use crate::admission::{Counts, Reason};
-use crate::flow::pace::Arrivals;
-use crate::flow::record::{OBJECTIVES, Record};
-use crate::flow::replan::{BOUNDS, Bound, CAUSES, Failure};
-use crate::flow::retry_budget::Retries;
-use crate::flow::timeline::Phase;
+use crate::failure::{BOUNDS, Bound, CAUSES, Failure};
 use crate::index::IndexTotals;
 use crate::intake::Load;
 use crate::membership::breaker::Circuit;
 use crate::membership::{Breakers, DEATHS, Totals};
+use crate::record::pace::Arrivals;
+use crate::record::timeline::Phase;
+use crate::record::{OBJECTIVES, Record};
 use crate::select::ways::Fallbacks;
 use crate::select::{PLANS, Plan, Role};
 use admission::AdmissionMetrics;
@@ -208,7 +207,9 @@ pub struct Seen {
     /// Requests by state.
     pub requests: Counts,
     /// Those of them that are retries.
-    pub retries: Retries,
+    pub retrying: usize,
+    /// Requests that may be retries at once.
+    pub retry_limit: usize,
     /// Tenants that have keys, or the one of all.
     pub tenants: Vec<Arc<str>>,
     /// Waiting ones by tenant.
@@ -502,10 +503,10 @@ impl Own {
     }
 
     fn set(&self, seen: &Seen) {
-        let Seen { nodes, breakers, requests, retries, spans_dropped, index, .. } = seen;
+        let Seen { nodes, breakers, requests, retrying, retry_limit, spans_dropped, index, .. } = seen;
         self.inflight.set(whole(requests.inflight));
-        self.retrying.set(whole(retries.now));
-        self.retry_budget.set(whole(retries.limit));
+        self.retrying.set(whole(*retrying));
+        self.retry_budget.set(whole(*retry_limit));
         self.queued.set(whole(requests.queued));
         self.nodes.get_or_create(&NodeRole { node_role: "prefill" }).set(nodes.prefill_nodes.into());
         self.nodes.get_or_create(&NodeRole { node_role: "decode" }).set(nodes.decode_nodes.into());

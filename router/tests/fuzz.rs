@@ -18,7 +18,7 @@ use prost::Message;
 use serde_json::{Value, json};
 use tandem_proto::v1::{self, node_report::Report, transport_info::Reach};
 use tandem_router::api::Service;
-use tandem_router::flow::Limits;
+use tandem_router::limits::Limits;
 use tandem_router::membership::{Expected, MAX_NODES, Membership};
 use tandem_router::text::ModelText;
 use tandem_router::traces::Traces;

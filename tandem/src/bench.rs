@@ -1,8 +1,10 @@
 //! `tandem bench`: loads a server and says what it did. This file is the life of a run: connect, measure, report.
 //!
+//! - [`command_line`]: the flags, resolved.
+//!
 //! What is asked, all pure and seeded:
 //! - [`arrivals`]: when; [`workload`]: how long, and what is shared; [`rows`]: the matrix A to F; [`trace`]: recorded
-//!   traffic; [`prompt`]: words; [`seed`]: where randomness comes from.
+//!   traffic; [`piece`]s become words in [`prompt`]; [`seed`]: where randomness comes from.
 //!
 //! Asking:
 //! - [`setup`]: from the command line to connected [`server`]s whose tokens are counted right ([`calibrate`]).
@@ -11,13 +13,17 @@
 //!
 //! What comes of it:
 //! - [`record`]: what a run leaves behind, the one form that the two halves share; [`recording`]: the same as a file.
+//!   [`cost_model`]: what is known of the server's speed.
 //! - [`stats`]: what a client saw, as numbers; [`sweep`] chooses the rates that find the knee of goodput.
 //! - [`report`]: the numbers as text, JSON, CSV and a page.
 pub mod arrivals;
 mod calibrate;
 pub mod client;
+pub mod command_line;
+pub mod cost_model;
 mod machine;
 mod metronome;
+mod piece;
 mod progress;
 pub mod prompt;
 pub mod record;
@@ -42,17 +48,16 @@ use std::sync::Arc;
 use anyhow::{Context, bail};
 use tokio_util::sync::CancellationToken;
 
+use self::command_line::{Bench, Reporting};
+use self::cost_model::Model;
 use self::metronome::Clock;
 use self::progress::Progress;
 use self::record::{Interval, Run, RunInfo};
 use self::recording::Recorder;
-use self::report::Model;
 use self::runner::{Load, Part, Watch};
 use self::session::{Session, Terms};
 use self::setup::Connected;
 use self::stats::Distribution;
-use crate::config;
-use crate::config::bench::{Bench, Reporting};
 use crate::terminal::{print, say};
 
 /// Lateness of the generator itself from which on its numbers are suspect, milliseconds at the 99th percentile.
@@ -65,7 +70,7 @@ const SUSPECT_LAG_MS: f64 = 1.0;
 pub async fn run(bench: Bench) -> anyhow::Result<()> {
     match bench {
         Bench::Run(run) => measure(*run).await,
-        Bench::Report(config::bench::Report { records, report }) => {
+        Bench::Report(command_line::Report { records, report }) => {
             let run = recording::read(&records)?;
             let hardware = setup::hardware(report.hardware.as_deref())?;
             publish(&run, hardware.as_ref(), &report)
@@ -73,7 +78,7 @@ pub async fn run(bench: Bench) -> anyhow::Result<()> {
     }
 }
 
-async fn measure(config: config::bench::Run) -> anyhow::Result<()> {
+async fn measure(config: command_line::Run) -> anyhow::Result<()> {
     let mut servers = Vec::new();
     for endpoint in &config.endpoints {
         servers.push(setup::connect(endpoint, &config.asking, config.bounds.timeout).await?);

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
+use clap::Args;
 use hyper_util::rt::TokioIo;
 use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderName, HeaderValue};
 use serde_json::Value;
@@ -68,6 +69,27 @@ pub struct Tls {
     pub ca: Option<PathBuf>,
     /// A certificate for routers that want one, and its key.
     pub identity: Option<(PathBuf, PathBuf)>,
+}
+
+/// Whom to trust, and who this is.
+#[derive(Args, Clone)]
+pub struct TlsArgs {
+    /// Authorities to trust, PEM, for https:// and grpcs:// [default: those that the system trusts]
+    #[arg(long, value_name = "FILE")]
+    tls_ca: Option<PathBuf>,
+    /// Certificate to show to routers that want one (mTLS), PEM
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    tls_cert: Option<PathBuf>,
+    /// The certificate's private key, PEM
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
+}
+
+impl TlsArgs {
+    /// The same, resolved.
+    pub fn resolve(self) -> Tls {
+        Tls { ca: self.tls_ca, identity: self.tls_cert.zip(self.tls_key) }
+    }
 }
 
 impl Address {
@@ -293,9 +315,20 @@ fn read(path: &std::path::Path) -> anyhow::Result<Vec<u8>> {
     std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))
 }
 
+/// `host:port` becomes `http://host:port`.
+pub fn with_scheme(address: &str) -> String {
+    if address.contains("://") { address.trim_end_matches('/').to_owned() } else { format!("http://{address}") }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn addresses_get_a_scheme_once() {
+        assert_eq!(with_scheme("127.0.0.1:1"), "http://127.0.0.1:1");
+        assert_eq!(with_scheme("http://127.0.0.1:1/"), "http://127.0.0.1:1");
+    }
 
     #[test]
     fn the_scheme_says_which_port_it_is() {

@@ -7,8 +7,9 @@ use std::fmt::Write;
 use serde_json::Value;
 
 use crate::config;
+use crate::span::{Event, Span, Trace};
 use crate::terminal::print;
-use crate::trace::{self, Event, Span, Trace};
+use crate::trace;
 
 /// Columns of the table: heading and attribute of the candidate.
 const TERMS: [(&str, &str); 6] = [

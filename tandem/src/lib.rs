@@ -9,7 +9,8 @@
 //!   nodes.
 //! - [`connect`]: how every command reaches a router: key, headers, TLS.
 //! - [`generate`] and [`chat`]: the gRPC client; [`wrong_port`]: its hint when a port speaks HTTP/1.1.
-//! - [`trace`]: fetches a trace; [`waterfall`] draws it (pure). [`explain`]: the choice of nodes in it.
+//! - [`trace`]: fetches a trace, whose form is in [`span`]; [`waterfall`] draws it (pure). [`explain`]: the choice of
+//!   nodes in it.
 //! - [`top`]: the cluster as it is now, over the whole terminal.
 //! - [`bench`]: the load generator, and its report.
 //! - [`compose`]: writes the docker-compose file of a host. [`doctor`]: what this machine has and what it lacks.
@@ -33,6 +34,7 @@ mod gpus;
 mod join_token;
 mod launch;
 mod shell;
+mod span;
 mod sse;
 mod state;
 mod terminal;
@@ -47,8 +49,8 @@ use std::process::ExitCode;
 use anyhow::Context;
 use tokio::runtime::{Builder, Runtime};
 
+use bench::command_line::Bench;
 use config::Config;
-use config::bench::Bench;
 use terminal::{OUTPUT_CLOSED_STATUS, OutputClosed, say};
 
 /// The command line, as clap has it.

@@ -15,7 +15,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::config::up::{Listen, OnDeath, Pinning, Up, has_flag, values};
-use crate::config::with_scheme;
+use crate::connect::with_scheme;
 use crate::cores::{self, LendingFile};
 use crate::doctor::facts::Found;
 use crate::doctor::gather;

@@ -536,11 +536,8 @@ fn a_node_that_tells_of_its_cache_is_not_silent() {
 }
 
 fn has_room(membership: &Membership, prompt_tokens: u32, max_tokens: u32, now: Instant) -> bool {
-    let deadline = now + Duration::from_secs(60);
-    let (tenant, answer_tokens) = ("a".into(), membership.usual_answer(max_tokens));
-    let (weight, priority, predicted) = (1, 0, None);
-    let ask = queue::Ask { tenant, weight, priority, prompt_tokens, max_tokens, answer_tokens, deadline, predicted };
-    membership.has_room(&ask, &queue::Ahead::default(), 0, now)
+    let size = Size { prompt_tokens, max_tokens, answer_tokens: membership.usual_answer(max_tokens) };
+    membership.has_room(size, &Ahead::default(), 0, now)
 }
 
 fn avoiding(nodes: &[&Arc<Node>]) -> Wish {
@@ -663,8 +660,8 @@ fn a_decode_node_beside_a_prefill_node_learns_how_long_its_prompts_take() {
 fn a_first_token_is_predicted_without_a_booking() {
     let start = Instant::now();
     let (membership, prefill, _) = measured_pair(start);
-    let near = |predicted: Option<queue::Predicted>, wait_ms: f64, prefill_ms: f64| {
-        let queue::Predicted { wait, prefill } = predicted.expect("a prediction");
+    let near = |predicted: Option<Predicted>, wait_ms: f64, prefill_ms: f64| {
+        let Predicted { wait, prefill } = predicted.expect("a prediction");
         let off = |time: Duration, ms: f64| (time.as_secs_f64() * 1e3 - ms).abs();
         assert!(off(wait, wait_ms) < 0.01 && off(prefill, prefill_ms) < 0.01, "{wait:?} {prefill:?}");
     };

@@ -5,8 +5,8 @@
 //! [`Vocabulary`] knows; [`super::calibrate`] finds it out.
 use rand::Rng;
 
+use super::piece::Piece;
 use super::seed;
-use super::workload::Piece;
 
 /// What every prompt begins with: the words behind it then all have a space before them.
 pub const HEAD: &str = "the";

@@ -1,5 +1,5 @@
 //! What a benchmark run leaves behind: one record per request, and what the run was.
-use super::report::model::Model;
+use super::cost_model::Model;
 
 /// One request as its client saw it. All times are seconds since the run began, by one monotonic clock.
 #[derive(Clone, Debug, serde::Serialize, serde::Deserialize, PartialEq)]

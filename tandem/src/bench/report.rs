@@ -27,7 +27,6 @@ pub mod timeline;
 pub use csv::csv;
 pub use html::html;
 pub use json::json;
-pub use model::Model;
 pub use text::text;
 
 use compare::Comparison;
@@ -37,6 +36,7 @@ use model::Prediction;
 use regime::Finding;
 use timeline::Timeline;
 
+use super::cost_model::Model;
 use super::record::{Interval, Objectives, Record, Run, RunInfo};
 use super::stats::attribution::{Attribution, attribute};
 use super::stats::confidence::Estimate;
@@ -278,6 +278,7 @@ impl Point {
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::cost_model::StepCost;
     use super::fixture::{GOALS, any_run, sample_run};
     use super::*;
 
@@ -324,9 +325,9 @@ mod tests {
     #[test]
     fn each_endpoint_is_forecast_by_its_own_nodes() {
         let mut run = sample_run();
-        let slow = model::StepCost { base_ms: 8.0, token_ms: 0.4, ..Default::default() };
+        let slow = StepCost { base_ms: 8.0, token_ms: 0.4, ..Default::default() };
         let told = |factor: f64| Model {
-            decode_cost: Some(model::StepCost { base_ms: slow.base_ms * factor, ..slow }),
+            decode_cost: Some(StepCost { base_ms: slow.base_ms * factor, ..slow }),
             ..Model::default()
         };
         run.info.models = vec![told(1.0), told(10.0)];

@@ -7,8 +7,8 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::client::http::{Dialect, root};
+use super::cost_model::{Model, StepCost};
 use super::record::ClusterNode;
-use super::report::model::{Model, StepCost};
 
 /// Bound of one question.
 const PATIENCE: Duration = Duration::from_secs(20);

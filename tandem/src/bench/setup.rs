@@ -12,16 +12,16 @@ use super::calibrate::{Calibrated, Question};
 use super::client::grpc::GrpcClient;
 use super::client::http::{self, Dialect, HttpClient};
 use super::client::{self, Client};
+use super::command_line::{Api, Asking, Endpoint, Run, What};
+use super::cost_model::Model;
 use super::machine;
 use super::record::RunInfo;
-use super::report::model::Model;
 use super::runner::{Form, Target};
 use super::seed;
 use super::server::{Cluster, Facts, Server};
 use super::session::Row;
 use super::trace::{self, Selection, Trace};
 use super::workload::{Lengths, Mix, Shape, Workload};
-use crate::config::bench::{Api, Asking, Endpoint, Run, What};
 use crate::wrong_port;
 
 /// A server that can be measured.

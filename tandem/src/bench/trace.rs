@@ -14,8 +14,8 @@ use std::path::{Path, PathBuf};
 
 use rand::Rng;
 
+use super::piece::Piece;
 use super::seed;
-use super::workload::Piece;
 
 /// Tokens of a block in Mooncake's traces.
 pub const BLOCK_TOKENS: u32 = 512;

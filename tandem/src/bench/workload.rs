@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use rand::Rng;
 
+use super::piece::Piece;
 use super::seed;
 use super::trace::Trace;
 
@@ -75,15 +76,6 @@ pub struct Draw {
     pub content: u64,
     /// Whether prefixes are shared.
     pub cache: Cache,
-}
-
-/// A run of tokens whose content its key decides: a shorter piece of the same key is the beginning of a longer one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Piece {
-    /// Names the content.
-    pub key: u64,
-    /// Length.
-    pub tokens: u32,
 }
 
 /// One request, before it has words.

@@ -2,7 +2,7 @@
 //! a benchmark, and any.
 use proptest::prelude::*;
 
-use super::model::{Model, StepCost};
+use crate::bench::cost_model::{Model, StepCost};
 use crate::bench::record::{Interval, Nodes, Objectives, Outcome, Phases, Record, Run, RunInfo};
 
 /// Of all tests here.

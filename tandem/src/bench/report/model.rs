@@ -13,9 +13,10 @@
 //!
 //! The batch is the one that the tokens really met: the mean number of answers that were being decoded, weighted by how
 //! many were, divided by the decode nodes. The share reached is predicted / measured: 1 means that nothing is lost.
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 use super::Point;
+use crate::bench::cost_model::Model;
 use crate::bench::record::{Interval, Objectives, Record};
 use crate::bench::stats::figures::Figures;
 use crate::bench::stats::request::{Seen, is_ok};
@@ -23,58 +24,6 @@ use crate::bench::stats::{Distribution, ratio};
 
 /// Times do not depend on them.
 const NO_OBJECTIVES: Objectives = Objectives { ttft_ms: 0.0, tpot_ms: 0.0 };
-
-/// What is known of the server; everything may be missing. Numbers that are not positive count as missing.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Model {
-    /// Bytes of weights that one decode step reads.
-    pub weight_bytes: Option<f64>,
-    /// Of all layers, K and V.
-    pub kv_bytes_per_token: Option<f64>,
-    /// Of one decode node, 10⁹ bytes a second.
-    pub memory_gb_per_s: Option<f64>,
-    /// Some twice the parameters.
-    pub flop_per_token: Option<f64>,
-    /// Of one prefill node, 10⁹ operations a second.
-    pub compute_gflop_per_s: Option<f64>,
-    /// Of one prefill node, measured; comes before the two above.
-    pub prefill_tokens_per_s: Option<f64>,
-    /// As prefill nodes report it.
-    pub prefill_cost: Option<StepCost>,
-    /// As decode nodes report it.
-    pub decode_cost: Option<StepCost>,
-    /// Tokens of one step, at most, of the nodes that prefill; None: a prompt is one step.
-    pub prefill_step_tokens: Option<f64>,
-    /// 0 counts as 1.
-    #[serde(default)]
-    pub decode_nodes: u32,
-}
-
-/// A step takes a base, and for t tokens of prompts that attend to p positions `token_ms · t + context_ms · p`; so for
-/// those that decode, as `v1::StepCost` has it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct StepCost {
-    pub base_ms: f64,
-    pub token_ms: f64,
-    pub context_ms: f64,
-    /// None, as in runs of before: what a prompt's token costs.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub decode_token_ms: Option<f64>,
-    /// So here.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub decode_context_ms: Option<f64>,
-}
-
-impl StepCost {
-    fn prompt_ms(self, tokens: f64, positions: f64) -> f64 {
-        self.base_ms + self.token_ms * tokens + self.context_ms * positions
-    }
-
-    fn decode_ms(self, sequences: f64, positions: f64) -> f64 {
-        let token_ms = self.decode_token_ms.unwrap_or(self.token_ms);
-        self.base_ms + token_ms * sequences + self.decode_context_ms.unwrap_or(self.context_ms) * positions
-    }
-}
 
 /// What a prediction rests on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -174,19 +123,6 @@ impl Model {
             // Weights are read once a step, KV once a position; the tokens themselves are computed.
             let memory_share = ratio(cost.decode_ms(0.0, positions), ms);
             Some(Forecast { ms, source: Source::StepCost, memory_share })
-        })
-    }
-
-    /// The user's facts first, then what the nodes told; None without either.
-    pub fn of(hardware: Option<&Self>, told: Option<&Self>) -> Option<Self> {
-        let told = told.filter(|told| **told != Self::default());
-        let (Some(given), Some(told)) = (hardware, told) else { return hardware.or(told).cloned() };
-        Some(Self {
-            prefill_cost: given.prefill_cost.or(told.prefill_cost),
-            decode_cost: given.decode_cost.or(told.decode_cost),
-            prefill_step_tokens: given.prefill_step_tokens.or(told.prefill_step_tokens),
-            decode_nodes: if given.decode_nodes == 0 { told.decode_nodes } else { given.decode_nodes },
-            ..given.clone()
         })
     }
 
@@ -295,6 +231,7 @@ fn decoding(record: &Record) -> Option<(f64, f64)> {
 mod tests {
     use super::super::fixture::{self, GOALS};
     use super::*;
+    use crate::bench::cost_model::StepCost;
     use crate::bench::record::Phases;
 
     /// Two answers of 11 tokens, 0.1 s apart: one from 1 to 2 s, one from 1.5 to 2.5 s.

@@ -208,8 +208,9 @@ fn share_of_ttft(point: &Point, part_ms: Option<f64>) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::super::fixture::{self, GOALS};
-    use super::super::{Model, summarize};
+    use super::super::summarize;
     use super::*;
+    use crate::bench::cost_model::Model;
     use crate::bench::record::{Outcome, Phases, Record, Run};
 
     /// Ten requests of 75 uncached tokens with these phases; five tokens, 20 ms apart.
@@ -254,7 +255,7 @@ mod tests {
     /// The nodes' own fit says how fast they are, and nothing of compute or bandwidth.
     #[test]
     fn a_cost_model_is_not_the_hardware() {
-        let cost = super::super::model::StepCost { base_ms: 0.0, token_ms: 1.0, ..Default::default() };
+        let cost = crate::bench::cost_model::StepCost { base_ms: 0.0, token_ms: 1.0, ..Default::default() };
         let model = Model { prefill_cost: Some(cost), ..Model::default() };
         assert_eq!(found(records(phases(10.0, 100.0)), &model), [Regime::PrefillItself]);
         assert_eq!(found(records(phases(10.0, 200.0)), &model), [Regime::ContendedPrefill]);
@@ -270,7 +271,8 @@ mod tests {
             |weight_bytes| Model { weight_bytes: Some(weight_bytes), memory_gb_per_s: Some(10.0), ..Model::default() };
         assert_eq!(found(records(phases(1.0, 1.0)), &model(1.5e8))[1..], [Regime::BandwidthBoundDecode]);
         assert_eq!(found(records(phases(0.0, 1.0)), &model(0.9e8)), []);
-        let cost = |base_ms, token_ms| Some(super::super::model::StepCost { base_ms, token_ms, ..Default::default() });
+        let cost =
+            |base_ms, token_ms| Some(crate::bench::cost_model::StepCost { base_ms, token_ms, ..Default::default() });
         let by_cost = |cost| Model { decode_cost: cost, ..Model::default() };
         assert_eq!(found(records(phases(0.0, 1.0)), &by_cost(cost(15.0, 1.0))), [Regime::StepFixedCost]);
         assert_eq!(found(records(phases(0.0, 1.0)), &by_cost(cost(1.0, 15.0))), []);

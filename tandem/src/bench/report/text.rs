@@ -342,8 +342,8 @@ mod tests {
     use super::super::fixture::{self, GOALS, sample_run};
     use super::super::summarize;
     use super::*;
+    use crate::bench::cost_model::Model;
     use crate::bench::record::{ClusterNode, Nodes, Outcome, Record, Run};
-    use crate::bench::report::Model;
 
     #[test]
     fn a_small_run_by_hand() {

@@ -5,15 +5,14 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::{TlsArgs, with_scheme};
-use crate::bench::arrivals::{Process, Rate};
-use crate::bench::record::Objectives;
-use crate::bench::rows::{Row, TRACE_ROW};
-use crate::bench::runner::{Bounds, Form, Load};
-use crate::bench::session::Loading;
-use crate::bench::sweep;
-use crate::bench::workload::{Lengths, Prefix, Shape};
-use crate::connect::{Address, Headers, Tls};
+use super::arrivals::{Process, Rate};
+use super::record::Objectives;
+use super::rows::{Row, TRACE_ROW};
+use super::runner::{Bounds, Form, Load};
+use super::session::Loading;
+use super::sweep;
+use super::workload::{Lengths, Prefix, Shape};
+use crate::connect::{Address, Headers, Tls, TlsArgs, with_scheme};
 use crate::state;
 
 /// Requests under way at most: each costs a connection.

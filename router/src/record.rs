@@ -1,5 +1,12 @@
 //! Everything that is known about one request when it ends, and what is told of it: its timings for the client, its
-//! spans for the trace. Pure but for span identities, which the caller draws at the start.
+//! spans for the trace. Pure but for span identities, which the caller draws at the start. [`crate::flow`] fills it,
+//! [`crate::metrics`] reads it.
+//!
+//! - [`timeline`]: the phases that the client waits for. [`pace`]: how its tokens come. [`drafts`]: guesses at them.
+pub mod drafts;
+pub mod pace;
+pub mod timeline;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -7,12 +14,12 @@ use tandem_proto::{Error, TraceContext, TraceState, v1};
 use tandem_telemetry::notes::Note;
 use tandem_telemetry::{ACCESS, Kind, Phase as SpanBuilder, Value};
 
-use super::exchange::Drafts;
-use super::pace::Pace;
-use super::timeline::{Phase, Timeline};
 use crate::membership::Route;
 use crate::select::ways::Apart;
 use crate::select::{self, Candidate, Plan, Role};
+use drafts::Drafts;
+use pace::Pace;
+use timeline::{Phase, Timeline};
 
 /// Room for the spans of a request that went well.
 const SPANS_BYTES: usize = 8 << 10;

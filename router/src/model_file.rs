@@ -1,5 +1,6 @@
-//! The keys of a GGUF model ([`tandem_gguf`]). The weights are never loaded here, but a file that is too short to hold
-//! them is refused, and all files of the model are digested.
+//! A model's file as the router reads it: the keys of a GGUF header ([`tandem_gguf`]), and why a file is of no use
+//! ([`ModelTextError`]), whoever finds that out. The weights are never loaded here, but a file that is too short to
+//! hold them is refused, and all files of the model are digested.
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::Read;
@@ -133,7 +134,7 @@ impl Metadata {
 }
 
 /// Digest of a model's files, as `tandem_proto::model` defines it.
-pub(super) fn digest_of_parts(paths: &[PathBuf]) -> Result<u64, ModelTextError> {
+pub(crate) fn digest_of_parts(paths: &[PathBuf]) -> Result<u64, ModelTextError> {
     let digests = paths.iter().map(|path| digest(path)).collect::<Result<Vec<_>, _>>()?;
     Ok(model::digest_of_parts(&digests))
 }
