@@ -90,6 +90,10 @@ const EMPTY_NAMES: [&str; 8] = ["utils", "util", "common", "helpers", "helper", 
 /// A file that is longer holds two subjects.
 const MOST_LINES: usize = 700;
 
+/// A file that is longer, unit tests at its end left out, says in its head why.
+const MANY_LINES: usize = 500;
+const REASON: &str = "Long because ";
+
 #[test]
 fn every_file_says_what_it_owns() {
     let silent = sources().into_iter().filter(|(_, text)| !text.starts_with("//! "));
@@ -138,6 +142,22 @@ fn files_hold_one_subject() {
     let all = sources().into_iter().chain(native_sources());
     let long = all.filter(|(_, text)| text.lines().count() > MOST_LINES);
     nothing(long.map(|(path, text)| format!("{path}: {} lines", text.lines().count())), "");
+}
+
+#[test]
+fn long_files_say_why() {
+    let all = sources().into_iter().chain(native_sources());
+    let silent = all.filter(|(_, text)| lines_without_tests(text) > MANY_LINES && !says_why(text));
+    nothing(silent.map(|(path, text)| format!("{path}: {} lines", lines_without_tests(&text))), "and no reason");
+}
+
+#[test]
+fn the_check_for_long_files_leaves_unit_tests_out() {
+    let tests = "#[cfg(test)]\nmod tests {\n    fn a() {}\n}\n";
+    assert_eq!(lines_without_tests(&format!("//! A.\nfn a() {{}}\n{tests}")), 2);
+    assert_eq!(lines_without_tests("//! A.\n#[cfg(test)]\nmod tests;\nfn a() {}\n"), 4, "they are elsewhere");
+    assert!(says_why("//! A.\n//!\n//! Long because it is b.\n") && says_why("// Long because it is b.\n"));
+    assert!(!says_why("//! A.\nfn a() {}\n// Long because it is b.\n"), "not in its head");
 }
 
 #[test]
@@ -313,6 +333,17 @@ fn the_check_for_unsafe_code_sees_code_only() {
 fn nothing(findings: impl Iterator<Item = String>, what: &str) {
     let findings: Vec<String> = findings.map(|finding| format!("{finding} {what}")).collect();
     assert!(findings.is_empty(), "\n{}", findings.join("\n"));
+}
+
+/// Lines up to the unit tests in the file itself.
+fn lines_without_tests(text: &str) -> usize {
+    let code = text.find("\n#[cfg(test)]\nmod tests {\n").map_or(text, |tests| &text[..=tests]);
+    code.lines().count()
+}
+
+fn says_why(text: &str) -> bool {
+    let mut head = text.lines().take_while(|line| line.starts_with("//"));
+    head.any(|line| line.trim_start_matches(['/', '!']).trim_start().starts_with(REASON))
 }
 
 fn is_wide_comment(line: &str) -> bool {

@@ -2,6 +2,8 @@
 //! through the real routes, gRPC requests through the real services, messages of `tandem.v1` by their bytes, and what
 //! nodes report into the membership table. Short here; for longer runs:
 //! `TANDEM_FUZZ_SECONDS=600 cargo test -p tandem-router --release --test fuzz -- --ignored`.
+//!
+//! Long because each way in has its generators beside its check, and all share one service.
 mod model;
 
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! `tandem bench`: loads a server and says what it did. This file is the life of a run: connect, measure, report.
 //!
-//! - [`command_line`]: the flags, resolved.
+//! - [`command_line`]: the flags; [`job`]: what they come to.
 //!
 //! What is asked, all pure and seeded:
 //! - [`arrivals`]: when; [`workload`]: how long, and what is shared; [`rows`]: the matrix A to F; [`trace`]: recorded
@@ -21,6 +21,7 @@ mod calibrate;
 pub mod client;
 pub mod command_line;
 pub mod cost_model;
+pub mod job;
 mod machine;
 mod metronome;
 mod piece;
@@ -48,8 +49,8 @@ use std::sync::Arc;
 use anyhow::{Context, bail};
 use tokio_util::sync::CancellationToken;
 
-use self::command_line::{Bench, Reporting};
 use self::cost_model::Model;
+use self::job::{Bench, Reporting};
 use self::metronome::Clock;
 use self::progress::Progress;
 use self::record::{Interval, Run, RunInfo};
@@ -70,7 +71,7 @@ const SUSPECT_LAG_MS: f64 = 1.0;
 pub async fn run(bench: Bench) -> anyhow::Result<()> {
     match bench {
         Bench::Run(run) => measure(*run).await,
-        Bench::Report(command_line::Report { records, report }) => {
+        Bench::Report(job::Report { records, report }) => {
             let run = recording::read(&records)?;
             let hardware = setup::hardware(report.hardware.as_deref())?;
             publish(&run, hardware.as_ref(), &report)
@@ -78,7 +79,7 @@ pub async fn run(bench: Bench) -> anyhow::Result<()> {
     }
 }
 
-async fn measure(config: command_line::Run) -> anyhow::Result<()> {
+async fn measure(config: job::Run) -> anyhow::Result<()> {
     let mut servers = Vec::new();
     for endpoint in &config.endpoints {
         servers.push(setup::connect(endpoint, &config.asking, config.bounds.timeout).await?);

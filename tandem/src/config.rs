@@ -16,7 +16,8 @@ use clap::{Arg, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use tandem_config::shell::Shell;
 use tandem_config::{Resolved, UP};
 
-use crate::bench::command_line::{Bench, BenchArgs};
+use crate::bench::command_line::BenchArgs;
+use crate::bench::job::Bench;
 use crate::connect::{Address, Headers, Router, TlsArgs};
 use crate::state::{self, State};
 

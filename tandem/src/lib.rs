@@ -49,7 +49,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use tokio::runtime::{Builder, Runtime};
 
-use bench::command_line::Bench;
+use bench::job::Bench;
 use config::Config;
 use terminal::{OUTPUT_CLOSED_STATUS, OutputClosed, say};
 

@@ -14,14 +14,16 @@
 //! **Bounds.** Slots; each pool's share of them; places in the queue. Where there are several tenants, one may hold no
 //! more than [`SHARE`] times the places that are free (a dynamic threshold after Choudhury and Hahne, 1998): however
 //! many of them want more, some places stay free for who comes new.
+//!
+//! Long because order, charges and bounds are one state: whoever enters, starts or leaves changes all three.
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::Reason;
 use super::drain_rate::DrainRate;
 use super::fair::Fair;
 use super::lateness::Lateness;
+use super::refusal::{Reason, Refused};
 use super::tenant::DEFAULT_TENANT;
 use crate::limits::pools::{Pool, Pools};
 use crate::membership::waiting::{Ahead, Predicted, Size};
@@ -97,17 +99,6 @@ pub struct Turn {
     pub start: Vec<Ticket>,
     /// The deadlines of these passed while they waited: they are out.
     pub expired: Vec<Ticket>,
-}
-
-/// Why a request did not get in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Refused {
-    /// In one word.
-    pub reason: Reason,
-    /// When it is worth another try, if that can be told.
-    pub retry_after: Option<Duration>,
-    /// When its first token would have come, where it is too late.
-    pub first_token: Option<Duration>,
 }
 
 /// Whether the nodes have room for a request behind those that are ahead of it.

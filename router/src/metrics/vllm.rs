@@ -10,7 +10,8 @@ use prometheus_client::registry::Registry;
 use tandem_proto::v1;
 
 use super::cache::Cache;
-use super::{Exemplar, SECONDS, Traced, observe_gaps, seconds, whole};
+use super::exemplar::{Exemplar, SECONDS, Traced, observe_gaps, seconds};
+use super::whole;
 use crate::admission::Counts;
 use crate::membership::Totals;
 use crate::record::pace::Arrivals;

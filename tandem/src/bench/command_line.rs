@@ -1,4 +1,4 @@
-//! The command line of `tandem bench`, resolved: what to ask of whom, how often, and where the numbers go.
+//! The command line of `tandem bench`: its flags, and how they become a [job](super::job).
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -6,13 +6,14 @@ use anyhow::{Context, bail};
 use clap::{Args, Subcommand, ValueEnum};
 
 use super::arrivals::{Process, Rate};
+use super::job::{Api, Asking, Bench, Endpoint, Report, Reporting, RowPlan, Run, TraceChoice, What};
 use super::record::Objectives;
 use super::rows::{Row, TRACE_ROW};
 use super::runner::{Bounds, Form, Load};
 use super::session::Loading;
 use super::sweep;
 use super::workload::{Lengths, Prefix, Shape};
-use crate::connect::{Address, Headers, Tls, TlsArgs, with_scheme};
+use crate::connect::{Address, Headers, TlsArgs, with_scheme};
 use crate::state;
 
 /// Requests under way at most: each costs a connection.
@@ -24,136 +25,6 @@ const SECONDS: f64 = 30.0;
 const WARMUP_S: f64 = 3.0;
 /// Requests of a trace unless told otherwise.
 const TRACE_REQUESTS: usize = 200;
-
-/// What to do.
-pub enum Bench {
-    /// Measure.
-    Run(Box<Run>),
-    /// Say again what was measured.
-    Report(Report),
-}
-
-/// A measurement.
-pub struct Run {
-    /// One server, or two to compare.
-    pub endpoints: Vec<Endpoint>,
-    /// How to ask.
-    pub asking: Asking,
-    /// What to ask.
-    pub rows: Vec<RowPlan>,
-    /// For row F.
-    pub trace: TraceChoice,
-    /// Limits of each interval.
-    pub bounds: Bounds,
-    /// Each interval so many times.
-    pub repeats: u32,
-    /// Lengths and arrivals.
-    pub seed: u64,
-    /// Contents; `None`: other ones every time, so that no server knows them already.
-    pub salt: Option<u64>,
-    /// Threads of the generator.
-    pub threads: usize,
-    /// What is good, and where the numbers go.
-    pub report: Reporting,
-    /// Raw records.
-    pub records: Option<PathBuf>,
-}
-
-/// A report of records.
-pub struct Report {
-    /// As `--records` wrote them.
-    pub records: PathBuf,
-    /// What is good, and where the numbers go.
-    pub report: Reporting,
-}
-
-/// What is good, and where the numbers go.
-pub struct Reporting {
-    /// What a user calls good.
-    pub objectives: Objectives,
-    /// Facts for predictions, as JSON.
-    pub hardware: Option<PathBuf>,
-    /// With vLLM's key names.
-    pub json: Option<PathBuf>,
-    /// One line a row and load.
-    pub csv: Option<PathBuf>,
-    /// One page with plots.
-    pub html: Option<PathBuf>,
-}
-
-/// One server.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Endpoint {
-    /// As reports call it.
-    pub name: String,
-    /// Where requests go.
-    pub api: Api,
-    /// Its HTTP side, for the model's name and the tokenizer.
-    pub http: Option<String>,
-    /// Its processes on this machine, by name.
-    pub processes: Vec<(String, u32)>,
-}
-
-/// The API that is measured.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Api {
-    /// `tandem.v1.Inference` at this URL.
-    Grpc(String),
-    /// `/v1/completions` below this URL.
-    Completions(String),
-    /// `/v1/chat/completions` below this URL.
-    Chat(String),
-}
-
-/// How every request is asked.
-pub struct Asking {
-    /// Name of the model; `None`: the first one of the server.
-    pub model: Option<String>,
-    /// Sent with every request.
-    pub headers: Headers,
-    /// For `https://` and `grpcs://`.
-    pub tls: Tls,
-    /// Fields for every HTTP body.
-    pub extra: serde_json::Map<String, serde_json::Value>,
-    /// `None`: ids over gRPC where possible, else text.
-    pub form: Option<Form>,
-    /// Answers go on to their last token.
-    pub ignore_eos: bool,
-    /// Of gRPC.
-    pub connections: usize,
-}
-
-/// One row and how it is loaded.
-pub struct RowPlan {
-    /// What is asked.
-    pub what: What,
-    /// One after the other.
-    pub loads: Vec<Loading>,
-}
-
-/// What a row asks.
-pub enum What {
-    /// Of the matrix.
-    Matrix(&'static Row),
-    /// The user's.
-    Own(String, Shape),
-    /// Row F.
-    Trace,
-}
-
-/// What row F replays.
-pub struct TraceChoice {
-    /// `None`: made from the seed.
-    pub file: Option<PathBuf>,
-    /// Lengths and blocks are divided by it.
-    pub scale: u32,
-    /// Times are divided by it.
-    pub speed: f64,
-    /// Left out at the beginning, seconds.
-    pub from_s: f64,
-    /// At most so many.
-    pub requests: usize,
-}
 
 /// Load a server with requests and report latencies, throughput and goodput.
 ///
@@ -472,15 +343,6 @@ impl TargetArgs {
             ignore_eos: !self.stop_at_eos,
             connections: self.connections.into(),
         })
-    }
-}
-
-impl Api {
-    /// Where requests go.
-    pub fn url(&self) -> &str {
-        match self {
-            Self::Grpc(url) | Self::Completions(url) | Self::Chat(url) => url,
-        }
     }
 }
 

@@ -2,8 +2,7 @@
 //! makes a [`Record`] of each.
 //!
 //! In the open loop a request is sent at its intended moment whatever became of those before it, and its latencies
-//! count from that moment. Requests are made ahead, on a thread of their own, so that making them delays none.
-//! What the closed loop decides is in [`closed`].
+//! count from that moment. Requests are made ahead ([`ready`]). What the closed loop decides is in [`closed`].
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -13,19 +12,19 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use super::arrivals::{Arrivals, Process, Rate};
-use super::client::{Call, Client, failed};
+use super::client::{Client, failed};
 use super::metronome::{Clock, Metronome};
 use super::progress::Progress;
-use super::prompt::{Prompt, Vocabulary};
+use super::prompt::Vocabulary;
 use super::record::{Interval, Nodes, Outcome, Record};
-use super::workload::{Cache, Draw, Item, Mix, Workload};
+use super::workload::{Cache, Draw, Mix, Workload};
 
 mod closed;
+mod ready;
 
 use self::closed::{Reach, Window, rest_s};
+use self::ready::{Ready, prepare};
 
-/// Requests that are made ahead.
-const AHEAD: usize = 64;
 /// Between the beginning of an interval and its first possible request: time to make it.
 const LEAD_S: f64 = 0.02;
 
@@ -116,14 +115,6 @@ enum Keep {
     Primer,
 }
 
-/// A request that waits for its moment.
-struct Ready {
-    index: u64,
-    call: Call,
-    prompt_tokens: u32,
-    max_tokens: u32,
-}
-
 /// Runs `part` to its end: warm-up, measurement, drain.
 ///
 /// # Errors
@@ -179,31 +170,6 @@ fn times(part: &Part) -> anyhow::Result<Box<dyn Iterator<Item = (f64, Keep)> + S
     let measured =
         measured.take(requests.map_or(usize::MAX, |requests| usize::try_from(requests).unwrap_or(usize::MAX)));
     Ok(Box::new(warmup.chain(measured.map(move |at| (at + warmup_s, Keep::Measured)))))
-}
-
-/// Makes requests ahead of their time until nobody takes them.
-fn prepare(target: Target, part: Part) -> mpsc::Receiver<anyhow::Result<Ready>> {
-    let (sender, receiver) = mpsc::channel(AHEAD);
-    tokio::task::spawn_blocking(move || {
-        let items = (0u64..).map_while(|index| Some((index, part.workload.item(part.draw, index)?)));
-        for (index, item) in items {
-            if sender.blocking_send(target.ready(index, &item)).is_err() {
-                return;
-            }
-        }
-    });
-    receiver
-}
-
-impl Target {
-    fn ready(&self, index: u64, item: &Item) -> anyhow::Result<Ready> {
-        let prompt = match self.form {
-            Form::Text => Prompt::Text(self.vocabulary.text(&item.pieces)),
-            Form::Ids => Prompt::Ids(self.vocabulary.ids(&item.pieces)),
-        };
-        let call = self.client.call(prompt, item.max_tokens)?;
-        Ok(Ready { index, call, prompt_tokens: item.prompt_tokens(), max_tokens: item.max_tokens })
-    }
 }
 
 /// The requests of one interval that are under way, and the records of those that are over.
