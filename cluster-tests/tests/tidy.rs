@@ -36,7 +36,7 @@ const ROOMS: [&str; 12] = [
 ];
 
 /// Who may use whom; a crate that is not here may use all.
-const GRAPH: [(&str, &[&str]); 17] = [
+const GRAPH: [(&str, &[&str]); 19] = [
     ("tandem-config", &[]),
     ("tandem-proto", &[]),
     ("tandem-gguf", &[]),
@@ -64,7 +64,9 @@ const GRAPH: [(&str, &[&str]); 17] = [
     ("tandem-prefill-node", NODE),
     ("tandem-decode-node", NODE),
     ("tandem-router", &["tandem-config", "tandem-gguf", "tandem-proto", "tandem-telemetry", "tandem-ports"]),
-    ("tandem", &["tandem-config", "tandem-proto"]),
+    ("tandem-client", &[]),
+    ("tandem-bench", &["tandem-client", "tandem-proto"]),
+    ("tandem", &["tandem-bench", "tandem-client", "tandem-config", "tandem-proto"]),
     (
         "tandem-fuzz",
         &[

@@ -1,7 +1,7 @@
 //! The command line and the environment, resolved once: the rest of the program sees only [`Config`].
 //!
 //! - [`up`]: the part of `tandem up`. [`compose`]: that of `tandem compose`. [`doctor`]: that of `tandem doctor`. That
-//!   of `tandem bench` is [`crate::bench::command_line`].
+//!   of `tandem bench` is [`BenchArgs`].
 //!
 //! Next: [`crate::up`], the largest command.
 pub mod compose;
@@ -13,13 +13,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Arg, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use tandem_bench::{Bench, BenchArgs};
+use tandem_client::connect::{Address, Headers, Router, TlsArgs};
+use tandem_client::state::{self, State};
 use tandem_config::shell::Shell;
 use tandem_config::{Resolved, UP};
-
-use crate::bench::command_line::BenchArgs;
-use crate::bench::job::Bench;
-use crate::connect::{Address, Headers, Router, TlsArgs};
-use crate::state::{self, State};
 
 /// What to do, with every default filled in.
 pub enum Config {

@@ -4,11 +4,12 @@
 //! Next: [`crate::trace`], which fetches.
 use std::fmt::Write;
 
+use tandem_client::terminal::print;
+
 use serde_json::Value;
 
 use crate::config;
 use crate::span::{Event, Span, Trace};
-use crate::terminal::print;
 use crate::trace;
 
 /// Columns of the table: heading and attribute of the candidate.

@@ -2,11 +2,11 @@
 //!
 //! Next: [`crate::waterfall`], which draws.
 use anyhow::{Context, bail};
+use tandem_client::connect::Router;
+use tandem_client::terminal::print;
 
 use crate::config;
-use crate::connect::Router;
 use crate::span::Trace;
-use crate::terminal::print;
 use crate::waterfall;
 
 /// Fetches and draws.

@@ -11,16 +11,16 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use futures::future::{join_all, select_all};
+use tandem_client::connect::with_scheme;
+use tandem_client::state::{self, State};
+use tandem_client::terminal::{print, say};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::config::up::{Listen, OnDeath, Up, values};
-use crate::connect::with_scheme;
 use crate::cores::{self, LendingFile};
 use crate::join_token::JoinToken;
 use crate::launch::{Member, Recipe, Wrappers, check_writable};
-use crate::state::{self, State};
-use crate::terminal::{print, say};
 use recipes::{
     NEXT_FREE_PORT, cores_of, devices_of, flags, join_token_args, lend_cores, node_recipes, router_recipe, set_flag,
 };

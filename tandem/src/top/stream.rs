@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use futures::StreamExt;
+use tandem_client::sse::Parser;
 use tokio::sync::mpsc;
 use tokio::time::{sleep, timeout};
 
 use super::model::Event;
 use crate::span::Trace;
-use crate::sse::Parser;
 use crate::trace;
 
 /// Without a word for so long the connection is lost: the router says something every second.

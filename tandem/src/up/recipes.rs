@@ -1,6 +1,7 @@
 //! What each process of a cluster is started with: its flags, its cores, its device.
 use std::path::Path;
 
+use tandem_client::terminal::say;
 use tandem_proto::device::DeviceChoice;
 
 use crate::config::up::{Listen, Pinning, Up, has_flag};
@@ -9,7 +10,6 @@ use crate::doctor::facts::Found;
 use crate::doctor::gather;
 use crate::gpus;
 use crate::launch::{Recipe, Wrappers};
-use crate::terminal::say;
 
 /// The router's flag for ports that nobody chose.
 pub const NEXT_FREE_PORT: &str = "--next-free-port";
