@@ -16,7 +16,8 @@
 //! [`sampling`] how tokens are to be chosen, [`step_model`] predicts a step's time, also with
 //! borrowed cores (`pace`), [`numerics`] names what nodes must
 //! have in common to continue each other, [`memory`] says how much there is and [`footprint`] what a model takes of it,
-//! [`error`] what the caller can do. To follow one request read [`Engine::submit`], then `Worker::step` in `engine.rs`.
+//! [`error`] what the caller can do. To follow one request read [`Engine::submit`], then `Worker::run` in
+//! `engine/worker.rs`.
 //!
 //! # What holds
 //!

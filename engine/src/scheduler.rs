@@ -1,7 +1,7 @@
 //! Decides what each step computes: continuous batching, chunked prefill, several prompts' chunks beside the decode
-//! tokens. A pure state machine: no clock, channel, thread or tensor; time is an argument. `engine.rs` runs it; a step
-//! reads `admit → fit → plan → begin … resolve → end`, and `apply` behind each decision. Decisions are values; only
-//! [`Scheduler::apply`] changes a sequence, takes blocks and caches them. Where each sequence stands is
+//! tokens. A pure state machine: no clock, channel, thread or tensor; time is an argument. `engine/worker.rs` runs
+//! it; a step reads `admit → fit → plan → begin … resolve → end`, and `apply` behind each decision. Decisions are
+//! values; only [`Scheduler::apply`] changes a sequence, takes blocks and caches them. Where each sequence stands is
 //! `scheduler/sequence.rs`.
 //!
 //! **Steps that overlap.** The next step can be planned while others are under way: a sequence is then taken to be
@@ -42,6 +42,8 @@
 //!
 //! **Cache.** A sequence's full blocks are cached as soon as a step has filled them, those of a long prompt chunk by
 //! chunk: the executor vouches for each item that all it computed are numbers, so that broken KV is never shared.
+//!
+//! Long because order, memory and overlapping steps are decided over one state: each decision needs all three.
 mod sequence;
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -1,6 +1,7 @@
 //! The sender's machine (`delivery.rs`) and the receiver's (`session.rs`) joined by a faulty link in virtual time:
 //! frames are bytes, every delay is drawn from a seed, and each case has a few faults at chosen frames. Nothing waits
 //! and nothing runs beside the test, so a failing case is the same every time.
+//! Long because the link, its faults and the two machines' drivers are one world, made for two properties.
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;

@@ -1,32 +1,38 @@
 //! The grants of a node with a lock, a clock, and somebody who waits: the shell around `session.rs` that every backend
 //! receives through. It draws each hand-off's key, and lets open a hand-off whoever proves to have it
-//! (`handshake.rs`). Knows no socket; speaks to peers through the backend's [`PeerLink`].
-use crate::clock;
-use std::collections::{HashMap, VecDeque};
+//! (`registry/keys.rs`, `handshake.rs`). A write is a claim (`registry/claim.rs`); a task watches the deadlines
+//! (`registry/timer.rs`). Knows no socket; speaks to peers through the backend's [`PeerLink`].
+mod claim;
+mod keys;
+mod timer;
+
+use std::collections::HashMap;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tandem_proto::{HandoffId, v1};
 use tokio::sync::{Notify, Semaphore, oneshot};
 
-use crate::arena::{Arena, Run};
+use crate::arena::Arena;
+use crate::clock;
 use crate::counters::Counters;
 use crate::error::{Refusal, TransferError, TransferErrorKind};
-use crate::handshake::{self, KEY_BYTES, Nonces, Proof, Secret};
+use crate::handshake::{KEY_BYTES, Secret};
 use crate::hashing;
 use crate::joints;
 use crate::landing::{Arrival, Landing, Piece};
 use crate::mutation::Mutation;
-use crate::session::{Arrived, Ended, Offer, Pieces, Quarantined, Rejected, Sessions, State};
+use crate::session::{Arrived, Ended, Offer, Quarantined, Rejected, Sessions};
 use crate::terms::{Grant, PeerId};
 use crate::wire::{Answer, DataHeader, parse_seal};
+pub use claim::Claim;
+pub use keys::Authenticated;
+use keys::Secrets;
 
 /// Hand-offs whose landed blocks are hashed at once: the cores are there for the engine.
 const MAX_HASHING: usize = 2;
-/// Keys remembered, those of hand-offs that are over included: their senders are still told so.
-const KNOWN_KEYS: usize = 16 * 1024;
 
 /// How the registry reaches a peer.
 pub trait PeerLink: Send + Sync {
@@ -55,38 +61,6 @@ struct Table {
     waiters: HashMap<HandoffId, Waiter>,
     secrets: Secrets,
     has_timer: bool,
-}
-
-/// The last [`KNOWN_KEYS`] keys.
-#[derive(Default)]
-struct Secrets {
-    order: VecDeque<HandoffId>,
-    by_handoff: HashMap<HandoffId, Arc<Secret>>,
-}
-
-impl Secrets {
-    fn insert(&mut self, handoff: HandoffId, secret: Secret) {
-        self.by_handoff.insert(handoff, Arc::new(secret));
-        self.order.push_back(handoff);
-        if self.order.len() > KNOWN_KEYS
-            && let Some(oldest) = self.order.pop_front()
-        {
-            self.by_handoff.remove(&oldest);
-        }
-    }
-}
-
-/// That a peer has the key of a hand-off. Opens it ([`Registry::open`]).
-pub struct Authenticated {
-    handoff: HandoffId,
-    secret: Arc<Secret>,
-}
-
-impl Authenticated {
-    /// What answers the peer, and protects what it sends.
-    pub fn secret(&self) -> &Secret {
-        &self.secret
-    }
 }
 
 /// Who waits for a hand-off.
@@ -200,23 +174,6 @@ impl Registry {
         }
     }
 
-    /// Whether a hello was made with its hand-off's key. Nothing has happened yet, whatever it said; a refusal is
-    /// counted.
-    ///
-    /// # Errors
-    /// `Unknown` or `Unauthenticated`: answer it where that costs nothing.
-    pub fn authenticate(&self, hello: &handshake::Hello<'_>) -> Result<Authenticated, Refusal> {
-        self.authenticated(hello.handoff, |secret| secret.made(hello))
-    }
-
-    /// The same for a hand-off that joins a connection, which another one opened with these nonces.
-    ///
-    /// # Errors
-    /// As [`Registry::authenticate`].
-    pub fn authenticate_join(&self, handoff: HandoffId, proof: &Proof, on: Nonces) -> Result<Authenticated, Refusal> {
-        self.authenticated(handoff, |secret| secret.joins(proof, on))
-    }
-
     /// Lets `peer`, and nobody else, fill a hand-off. A refusal is counted here, and answered by the backend: the
     /// hand-off is not this peer's, so there may be nobody else to tell.
     ///
@@ -225,21 +182,6 @@ impl Registry {
     pub fn open(&self, peer: PeerId, authenticated: &Authenticated) -> Result<(), Refusal> {
         let opened = self.lock().sessions.open(peer, authenticated.handoff, clock::now());
         opened.inspect_err(|refusal| self.counters.count_refusal(*refusal))
-    }
-
-    fn authenticated(
-        &self,
-        handoff: HandoffId,
-        has_key: impl FnOnce(&Secret) -> bool,
-    ) -> Result<Authenticated, Refusal> {
-        let secret = self.lock().secrets.by_handoff.get(&handoff).cloned();
-        let refused = match secret {
-            None => Refusal::Unknown,
-            Some(secret) if has_key(&secret) => return Ok(Authenticated { handoff, secret }),
-            Some(_) => Refusal::Unauthenticated,
-        };
-        self.counters.count_refusal(refused);
-        Err(refused)
     }
 
     /// A seal frame arrived. Refusals go to the peer from here.
@@ -355,24 +297,6 @@ impl Registry {
             work()
         });
         done.await.map_err(|error| TransferError::new(TransferErrorKind::Io, format!("hashing KV failed: {error}")))
-    }
-
-    /// Sees to it that a task watches the deadlines while there are any.
-    fn keep_time(self: &Arc<Self>) {
-        if std::mem::replace(&mut self.lock().has_timer, true) {
-            return self.rearm.notify_one();
-        }
-        let mut timer = Timer(Arc::downgrade(self));
-        let rearm = self.rearm.clone();
-        tokio::spawn(async move {
-            while let Some(due) = timer.next() {
-                tokio::select! {
-                    biased;
-                    () = rearm.notified() => {}
-                    () = tokio::time::sleep_until(due.into()) => timer.strike(),
-                }
-            }
-        });
     }
 
     /// Verification succeeded: tells the sender. False when the hand-off ended meanwhile.
@@ -504,39 +428,6 @@ impl Drop for Locked<'_> {
     }
 }
 
-/// The task that watches a registry's deadlines; another one may start when it is gone, with its runtime too.
-struct Timer(Weak<Registry>);
-
-impl Timer {
-    /// When to look again; `None`: there is nothing to wait for, and the next grant starts another task.
-    fn next(&mut self) -> Option<Instant> {
-        let registry = self.0.upgrade()?;
-        let mut table = registry.lock();
-        let due = table.sessions.next_timeout();
-        if due.is_none() {
-            table.has_timer = false;
-            // What happens next is another task's.
-            self.0 = Weak::new();
-        }
-        due
-    }
-
-    fn strike(&self) {
-        if let Some(registry) = self.0.upgrade() {
-            registry.expire();
-        }
-    }
-}
-
-impl Drop for Timer {
-    fn drop(&mut self) {
-        // Before its end, with its runtime.
-        if let Some(registry) = self.0.upgrade() {
-            registry.lock().has_timer = false;
-        }
-    }
-}
-
 fn sender_gone() -> TransferError {
     TransferError::peer_gone("the KV sender is gone")
 }
@@ -559,78 +450,6 @@ impl Table {
     fn fail(&mut self, handoff: HandoffId, error: TransferError) {
         if let Some(waiter) = self.waiters.remove(&handoff) {
             let _ = waiter.arrival.send(Err(error));
-        }
-    }
-}
-
-/// Permission to write one range now. Its blocks stay out of the pool while it lives.
-#[must_use = "a dropped claim fails its hand-off"]
-pub struct Claim {
-    registry: Arc<Registry>,
-    range: DataHeader,
-    pieces: Pieces,
-    runs: Vec<Run>,
-    len: u64,
-    open: bool,
-}
-
-impl Claim {
-    /// Where in the arena to write, in the payload's order, neighbours joined.
-    pub fn runs(&self) -> &[Run] {
-        &self.runs
-    }
-
-    /// Which range.
-    pub fn range(&self) -> DataHeader {
-        self.range
-    }
-
-    /// The leaves of its blocks' checksums, in the payload's order: all of its bytes.
-    pub fn leaves(&self) -> Vec<Run> {
-        let (arena, Pieces { blocks, units, of }) = (self.arena(), &self.pieces);
-        let of_unit = arena.layers() / usize::from(*of);
-        let layers = usize::from(units.start) * of_unit..usize::from(units.end) * of_unit;
-        blocks.iter().flat_map(|block| arena.leaves(*block, layers.clone())).collect()
-    }
-
-    /// Its hand-off is not over yet: else nobody needs the bytes.
-    pub fn is_wanted(&self) -> bool {
-        let state = self.registry.lock().sessions.state(self.range.handoff);
-        state.is_some_and(|state| state != State::Aborted)
-    }
-
-    /// Bytes of the range; equal to the runs' bytes.
-    pub fn bytes(&self) -> u64 {
-        self.len
-    }
-
-    /// The arena to write to.
-    pub fn arena(&self) -> &Arc<Arena> {
-        &self.registry.arena
-    }
-
-    /// Counters of the transport.
-    pub fn counters(&self) -> &Counters {
-        &self.registry.counters
-    }
-
-    /// All bytes are in the arena.
-    pub fn written(self) {
-        self.written_and_hashed(Vec::new());
-    }
-
-    /// All bytes are in the arena, and their [`Claim::leaves`] have these hashes: they are not hashed again.
-    pub fn written_and_hashed(mut self, leaves: Vec<u64>) {
-        self.open = false;
-        self.registry.written(self.range, self.len, leaves);
-    }
-}
-
-impl Drop for Claim {
-    fn drop(&mut self) {
-        self.registry.counters.open_writes.fetch_sub(1, Relaxed);
-        if self.open {
-            self.registry.failed(self.range.handoff);
         }
     }
 }

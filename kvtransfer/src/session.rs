@@ -16,6 +16,8 @@
 //! Quarantine: an aborted session whose writers are not all done keeps its owner (so the blocks stay out of the pool)
 //! until the last writer is done or its peer is fenced. A writer has a grace to end by itself; then its peer is to be
 //! cut off ([`Sessions::overstayed`]), again and again until it is fenced.
+//!
+//! Long because a hand-off's states and the rules over all hand-offs are one machine, and are tested as one.
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;

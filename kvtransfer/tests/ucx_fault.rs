@@ -3,6 +3,8 @@
 //! untouched, whatever a frozen peer does when it wakes up. `TANDEM_FAULT_ROUNDS=100` takes minutes.
 //!
 //! The peer is this binary again, in the ignored test `peer`; it reads its part from standard input.
+//!
+//! Long because the survivor and the peer that is killed are one program, and speak one small language.
 use std::fmt;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tandem_proto::v1;
-use tandem_router::admission::queue;
+use tandem_router::membership::waiting::{Ahead, Size};
 use tandem_router::membership::{Ask, Expected, Membership};
 use tandem_router::select::calibrate::Links;
 use tandem_router::select::coming::Coming;
@@ -68,19 +68,9 @@ fn measure_prediction(count: usize) -> (Duration, Duration) {
 fn measure_room(count: usize) -> (Duration, Duration) {
     let membership = table(count);
     let (prompt_tokens, max_tokens) = (ASK.prompt_tokens, ASK.max_tokens);
-    let deadline = Instant::now() + Duration::from_secs(60);
-    let ask = queue::Ask {
-        tenant: "a".into(),
-        weight: 1,
-        priority: 0,
-        prompt_tokens,
-        max_tokens,
-        answer_tokens: max_tokens,
-        deadline,
-        predicted: None,
-    };
-    let ahead = queue::Ahead { requests: 10_000, ..queue::Ahead::default() };
-    timed(|now| assert!(!black_box(membership.has_room(&ask, &ahead, 4, now)), "nobody has room"))
+    let size = Size { prompt_tokens, max_tokens, answer_tokens: max_tokens };
+    let ahead = Ahead { requests: 10_000, ..Ahead::default() };
+    timed(|now| assert!(!black_box(membership.has_room(size, &ahead, 4, now)), "nobody has room"))
 }
 
 /// Median and 99th percentile of `act`.

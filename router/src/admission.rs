@@ -3,9 +3,10 @@
 //!
 //! - [`queue`]: who starts, who waits, who is refused; [`fair`]: the order between tenants; [`drain_rate`]: how fast
 //!   it moves.
-//! - [`lateness`]: what predictions miss. [`poll_budget`]: how often it asks for room. [`pools`]: classes by prompt
-//!   length. [`limiter`]: rates of one API key.
+//! - [`lateness`]: what predictions miss. [`poll_budget`]: how often it asks for room. [`limiter`]: rates of one API
+//!   key.
 //! - [`tenant`]: whose request it is; [`keys`]: which key makes it whose; [`cache_salt`]: whose cached KV it may reuse.
+//!   [`refusal`]: why it may not start.
 //!
 //! A request starts when a slot is free *and* the nodes have room for it ([`Membership::has_room`]), so that what
 //! cannot run yet waits here, where it is in order and can be refused, and not on a node. The table of nodes tells when
@@ -20,8 +21,8 @@ pub mod keys;
 pub mod lateness;
 pub mod limiter;
 pub mod poll_budget;
-pub mod pools;
 pub mod queue;
+pub mod refusal;
 pub mod tenant;
 
 use std::collections::HashMap;
@@ -29,15 +30,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use tandem_proto::{Error, ErrorCode, ErrorKind};
+use tandem_proto::{Error, ErrorKind};
 use tandem_telemetry::clock;
 use tokio::sync::{Notify, oneshot, watch};
 
-use crate::flow::{ENDING, Limits};
+use crate::limits::Limits;
 use crate::membership::Membership;
-use limiter::Exceeded;
+use crate::membership::waiting::{Ahead, Predicted};
 use poll_budget::{Poll, PollBudget};
-use queue::{Ahead, Ask, Bounds, Predicted, Queue, Refused, Ticket, Turn};
+use queue::{Ask, Bounds, Queue, Ticket, Turn};
+use refusal::Refused;
+pub use refusal::{ENDING, REASONS, Reason, Refusal};
 use tenant::DEFAULT_TENANT;
 pub use tenant::Tenant;
 
@@ -47,60 +50,6 @@ const LOOK: Duration = Duration::from_millis(2);
 
 /// So many tokens of an answer are charged at a time.
 const CHARGED_TOKENS: u32 = 32;
-
-/// Why a request was refused before it started.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Reason {
-    /// As many wait as may.
-    QueueFull,
-    /// As many of this tenant wait as may.
-    TenantShare,
-    /// A rate of the API key is used up.
-    RateLimit,
-    /// The first token would come after the request's deadline.
-    Deadline,
-    /// The first token would come later than `--max-ttft-ms`.
-    Objective,
-    /// The router is ending.
-    Draining,
-    /// There are no nodes to run it.
-    NoPair,
-}
-
-/// All of them, for metrics.
-pub const REASONS: [Reason; 7] = [
-    Reason::QueueFull,
-    Reason::TenantShare,
-    Reason::RateLimit,
-    Reason::Deadline,
-    Reason::Objective,
-    Reason::Draining,
-    Reason::NoPair,
-];
-
-impl Reason {
-    /// Label in metrics.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::QueueFull => "queue_full",
-            Self::TenantShare => "tenant_share",
-            Self::RateLimit => "rate_limit",
-            Self::Deadline => "deadline",
-            Self::Objective => "objective",
-            Self::Draining => "draining",
-            Self::NoPair => "no_pair",
-        }
-    }
-}
-
-/// A refusal.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Refusal {
-    /// For metrics.
-    pub reason: Reason,
-    /// For the client.
-    pub error: Error,
-}
 
 /// A request that wants to start.
 #[derive(Clone, Debug)]
@@ -210,7 +159,8 @@ impl Admission {
     /// matter: who has a slot starts.
     pub fn new(limits: &Limits, membership: &Membership, several: bool) -> Self {
         let (nodes, node_queue, waits) = (membership.clone(), limits.node_queue, limits.max_queue > 0);
-        let room = move |ask: &Ask, ahead: &Ahead| !waits || nodes.has_room(ask, ahead, node_queue, clock::now());
+        let room =
+            move |ask: &Ask, ahead: &Ahead| !waits || nodes.has_room(ask.size(), ahead, node_queue, clock::now());
         let admission = Self::with_room(limits, several, room);
         let queue = Arc::downgrade(&admission.inner);
         membership.when_freed(move || {
@@ -255,7 +205,7 @@ impl Admission {
         let asks: Vec<Ask> = asked.into_iter().map(|asked| asked.of(tenant)).collect();
         let costs: Vec<u64> = asks.iter().map(Ask::tokens).collect();
         let (requests, tokens) = (u32::try_from(costs.len()).unwrap_or(u32::MAX), costs.iter().sum());
-        tenant.take(requests, tokens, now).map_err(|exceeded| too_fast(tenant.name(), exceeded))?;
+        tenant.take(requests, tokens, now).map_err(|exceeded| Refusal::too_fast(tenant.name(), exceeded))?;
         match self.inner.enter_all(asks, now) {
             Ok(places) => {
                 let entry = |((ticket, started), tokens)| {
@@ -269,7 +219,7 @@ impl Admission {
             }
             Err((refused, counts)) => {
                 tenant.give_back(requests, tokens, now);
-                Err(self.inner.refusal(refused, counts, tenant.name()))
+                Err(Refusal::of(refused, counts, tenant.name(), self.inner.max_queue))
             }
         }
     }
@@ -281,9 +231,9 @@ impl Admission {
     /// As [`Self::enter_all`], of what does not depend on the request.
     pub fn may_enter(&self, tenant: &Tenant, now: Instant) -> Result<(), Refusal> {
         self.open()?;
-        tenant.could_take(now).map_err(|exceeded| too_fast(tenant.name(), exceeded))?;
+        tenant.could_take(now).map_err(|exceeded| Refusal::too_fast(tenant.name(), exceeded))?;
         let full = self.inner.lock().queue.full(now);
-        full.map_or(Ok(()), |refused| Err(self.inner.refusal(refused, self.counts(), tenant.name())))
+        full.map_or(Ok(()), |refused| Err(Refusal::of(refused, self.counts(), tenant.name(), self.inner.max_queue)))
     }
 
     /// Takes one request from the tenant's rates, for work that is done here.
@@ -292,15 +242,14 @@ impl Admission {
     /// As [`Self::enter_all`], of a router that drains and of rates.
     pub fn charge(&self, tenant: &Tenant, now: Instant) -> Result<(), Refusal> {
         self.open()?;
-        tenant.take(1, 0, now).map_err(|exceeded| too_fast(tenant.name(), exceeded))
+        tenant.take(1, 0, now).map_err(|exceeded| Refusal::too_fast(tenant.name(), exceeded))
     }
 
     fn open(&self) -> Result<(), Refusal> {
         if !self.is_closed() {
             return Ok(());
         }
-        let error = Error::new(ErrorKind::Unavailable, ENDING);
-        Err(Refusal { reason: Reason::Draining, error })
+        Err(Refusal::draining())
     }
 
     /// Whether there are several tenants: they have API keys.
@@ -525,44 +474,12 @@ impl Inner {
         turn.expired.iter().for_each(|ticket| drop(wake.remove(ticket)));
         result
     }
-
-    fn refusal(&self, refused: Refused, counts: Counts, tenant: &str) -> Refusal {
-        let Counts { inflight, queued } = counts;
-        let first_ms = refused.first_token.map_or(0, |first| first.as_millis());
-        let message = match refused.reason {
-            Reason::TenantShare => {
-                let places = self.max_queue;
-                format!("{queued} of {places} requests wait, and as many of tenant {tenant:?} as may: try later")
-            }
-            Reason::Deadline => {
-                format!(
-                    "{queued} requests wait: its first token would come in {first_ms} ms, too late for its deadline"
-                )
-            }
-            Reason::Objective => {
-                format!(
-                    "{queued} requests wait: its first token would come in {first_ms} ms, which is too late: try later"
-                )
-            }
-            _ => format!("{inflight} requests are running and {queued} waiting: try later"),
-        };
-        let error = Error { retry_after: refused.retry_after, ..Error::new(ErrorKind::Overloaded, message) };
-        Refusal { reason: refused.reason, error }
-    }
 }
 
 impl std::fmt::Debug for Inner {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Inner").field("counts", &self.counts()).finish_non_exhaustive()
     }
-}
-
-fn too_fast(tenant: &str, exceeded: Exceeded) -> Refusal {
-    let Exceeded { what, per_minute, retry_after } = exceeded;
-    let message =
-        format!("tenant {tenant:?} may have {per_minute} {what} a minute: try again in {} ms", retry_after.as_millis());
-    let error = Error { retry_after: Some(retry_after), ..Error::new(ErrorKind::Overloaded, message) };
-    Refusal { reason: Reason::RateLimit, error: error.with_code(ErrorCode::RateLimitExceeded) }
 }
 
 #[cfg(test)]

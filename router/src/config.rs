@@ -9,10 +9,9 @@ use tandem_config::{ConfigArgs, ROUTER, Resolved};
 use tandem_ports::{NodeTlsFiles, TlsFiles, reactor_threads};
 use tandem_telemetry::{Collector, LogFormat};
 
-use crate::admission::pools::Pools;
-use crate::flow::Limits;
-use crate::flow::replan::MOST_ATTEMPTS;
 use crate::http::Origin;
+use crate::limits::pools::Pools;
+use crate::limits::{Limits, MOST_ATTEMPTS};
 use crate::membership::origin::NodeEndpoints;
 use crate::membership::{DEFAULT_INDEX_BLOCKS, breaker};
 use crate::select::policy::Policy;

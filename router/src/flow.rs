@@ -9,23 +9,20 @@
 //!   (pure).
 //! - [`replan`]: whether there is another attempt (pure). [`next_attempt`]: how it comes about. [`find_nodes`]: the
 //!   search for its nodes. [`retry_budget`]: how many requests may be there at once.
-//! - [`refused`]: what is left of a request that never ran.
-//! - [`timeline`]: the phases that the client waits for (pure). [`pace`]: how its tokens come (pure). [`record`]:
-//!   timings and spans (pure).
+//! - `conclusion.rs`: the end of a request. [`refused`]: what is left of one that never ran.
+//! - [`crate::record`]: what is known of it at its end: phases, pace, timings and spans (pure).
 pub mod admit;
 pub mod attempt;
 pub mod check;
+mod conclusion;
 pub mod exchange;
 pub mod find_nodes;
 pub mod legs;
 pub mod next_attempt;
-pub mod pace;
 pub mod progress;
-pub mod record;
 pub mod refused;
 pub mod replan;
 pub mod retry_budget;
-pub mod timeline;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -39,82 +36,30 @@ use tracing::Instrument;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::admission::cache_salt::CacheSalts;
-use crate::admission::pools::Pools;
-use crate::admission::{Admission, Entry, Slot};
-use crate::api::{GenerationEvent, GenerationRequest, Usage};
+use crate::admission::{Admission, ENDING, Entry, Slot};
 use crate::caller::Parent;
+use crate::failure::Failure;
+use crate::generation::{GenerationEvent, GenerationRequest};
+use crate::limits::Limits;
 use crate::membership::{Membership, Route};
 use crate::metrics::Metrics;
+use crate::record::drafts::Drafts;
+use crate::record::pace::{Arrivals, Pace};
+use crate::record::timeline::{Phase, Timeline};
+use crate::record::{Chosen, Identities, Names, Record};
 use crate::select::{NoPair, Plan, Wish};
 use crate::text::{ModelText, TextStream};
-use crate::traces::{Class, Ended, Own, Traces, join, nested};
+use crate::traces::{Traces, join};
 use attempt::{Attempt, Happening};
-use exchange::{Drafts, Exchange, Step};
+use exchange::{Exchange, Step};
 use find_nodes::Tokens;
 use legs::Rest;
-use pace::{Arrivals, Pace};
 use progress::Progress;
-use record::{Chosen, Identities, Names, Record};
-use replan::{Failure, Replan};
+use replan::Replan;
 use retry_budget::{RetryBudget, Retrying};
-use timeline::{Phase, Timeline};
 
 /// Events that wait for a slow client; beyond them the decode call is not read either.
 pub const CLIENT_QUEUE_EVENTS: usize = 64;
-/// What clients are told by a router that ends, whatever their requests were at.
-pub const ENDING: &str = "the router is shutting down";
-/// How long nodes that were stopped have for their reports; the client does not wait for these.
-const STOPPED_SPANS: Duration = Duration::from_secs(1);
-
-/// The bounds of all waits.
-#[derive(Clone, Debug)]
-pub struct Limits {
-    /// Requests that run at the same time.
-    pub max_inflight: u32,
-    /// Requests that wait until there is a slot and room on the nodes. 0: whoever has a slot starts.
-    pub max_queue: usize,
-    /// Requests that may wait on each decode node, and one on each prefill node unless this is 0, so that they are
-    /// never idle; the others wait in the queue.
-    pub node_queue: u32,
-    /// A request whose first token is predicted later than this is refused.
-    pub max_ttft: Option<Duration>,
-    /// Classes of requests by prompt length.
-    pub pools: Pools,
-    /// Tokens of an answer whose client does not say how many it wants, as far as the context and the nodes' KV memory
-    /// go.
-    pub max_tokens_default: u32,
-    /// Deadline of a request that brings none.
-    pub max_request: Duration,
-    /// Neither leg says anything for so long: the attempt fails.
-    pub silence: Duration,
-    /// Attempts of a request, the first included; at most [`replan::MOST_ATTEMPTS`].
-    pub max_attempts: u32,
-    /// Time that a request may spend without progress after failures of nodes.
-    pub replan: Duration,
-    /// Percent of the running requests that may be retries, see [`retry_budget`].
-    pub retry_budget_percent: u32,
-    /// The client takes nothing for so long: the request is cancelled.
-    pub client_stall: Duration,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self {
-            max_inflight: 512,
-            max_queue: 256,
-            node_queue: 4,
-            max_ttft: None,
-            pools: Pools::default(),
-            max_tokens_default: u32::MAX,
-            max_request: Duration::from_secs(600),
-            silence: Duration::from_secs(600),
-            max_attempts: 4,
-            replan: Duration::from_secs(30),
-            retry_budget_percent: 20,
-            client_stall: Duration::from_secs(30),
-        }
-    }
-}
 
 /// What all requests share.
 pub struct Shared {
@@ -454,109 +399,6 @@ impl Run {
             verified.clone_from(&exchange.verified);
         }
     }
-
-    /// The client has every token; what the nodes have still to report is left.
-    async fn complete(&mut self, mut attempt: Attempt, by: By) -> Option<Rest> {
-        self.record.ended = clock::now();
-        let timeline = &mut self.record.timeline;
-        // Without a verification, in spite of further tokens, when each came from another prefill node.
-        if timeline.phase() == Phase::Transfer && self.progress.sent.len() > 1 {
-            timeline.end_phase(self.record.ended);
-        }
-        if timeline.phase() == Phase::Decode {
-            timeline.end_phase(self.record.ended);
-        }
-        let (rest, spans) = match by {
-            By::Decode => {
-                attempt.last_spans().await;
-                (None, std::mem::take(&mut attempt.exchange.spans))
-            }
-            By::Prefill | By::Router => {
-                let (rest, spans) = attempt.stop(matches!(by, By::Prefill)).await;
-                (Some(rest), spans)
-            }
-        };
-        join(&mut self.spans, &spans);
-        rest
-    }
-
-    /// Metrics, the trace, and the last word to the client, in this order: who has the answer can look at its trace.
-    /// Only what stopped nodes have to report comes beside it or later.
-    async fn conclude(mut self: Box<Self>, outcome: Result<Answered, Error>) {
-        if outcome.is_err() {
-            self.record.ended = clock::now();
-        }
-        self.record.pace = self.arrivals.pace(tpot_objective(&self.shared));
-        self.record.notes = self.notes.take();
-        let Self { shared, record, arrivals, client, slot, spans, progress, .. } = *self;
-        let cached = record.cached_tokens;
-        let usage = Usage { prompt: record.prompt_tokens, completion: record.pace.tokens, cached };
-        if usage.completion > 0 {
-            shared.metrics.looked_up(usage.prompt, usage.cached);
-        }
-        if outcome.is_ok() {
-            shared.membership.answered(usage.completion);
-        }
-        if slot.is_some() {
-            let tenant = shared.admission.account(&progress.request.tenant);
-            shared.metrics.served(tenant, usage.prompt, usage.completion);
-        }
-        shared.metrics.ended(&record, &arrivals, outcome.as_ref().map(|answered| answered.reason));
-        let root = record.identities.root;
-        let (reason, text, rest) = match outcome {
-            Ok(Answered { reason, text, rest }) => (Ok(reason), text, rest),
-            Err(error) => (Err(error), String::new(), None),
-        };
-        record.log(progress.request.tenant.name(), reason.as_ref().copied());
-        let last = reason.clone().map(|reason| GenerationEvent::Finish {
-            reason,
-            text,
-            usage,
-            timings: Box::new(record.timings()),
-            trace_id: root.trace_id_hex(),
-        });
-        let tenant = Arc::clone(progress.request.tenant.name());
-        let kept = keep_trace(&shared, record, tenant, reason, spans);
-        // A client that left does not miss it. One that takes nothing does not keep the nodes' end from them.
-        let told = async {
-            let _ = send(&shared, &client, last).await;
-            drop(client);
-        };
-        let reported = async {
-            let late = rest?.spans(STOPPED_SPANS).await;
-            shared.traces.complete(root.trace_id, &late);
-            Some(late)
-        };
-        let ((), late) = tokio::join!(biased; told, reported);
-        if let Some((own, mut of_nodes)) = kept {
-            join(&mut of_nodes, &late.unwrap_or_default());
-            shared.exporter.export(nested(root.trace_id, &[own], &of_nodes));
-        }
-        if let Some(mut slot) = slot {
-            slot.used(usage.prompt, usage.completion);
-        }
-    }
-}
-
-/// To the ring; what is sampled, and every request that failed or was slow, goes to the collector, too. Gives back the
-/// router's spans and the nodes' that are for that.
-fn keep_trace(
-    shared: &Shared,
-    record: Record,
-    tenant: Arc<str>,
-    reason: Result<v1::FinishReason, Error>,
-    mut of_nodes: Vec<u8>,
-) -> Option<(Own, Vec<u8>)> {
-    let TraceContext { trace_id, sampled, .. } = record.identities.root;
-    let notable = reason.is_err() || record.is_slow();
-    let exported = shared.exporter.is_on() && (sampled || notable);
-    let class = if notable { Class::Notable } else { Class::Usual };
-    let ended = Ended { tenant: Some(tenant), class, exported };
-    let instance = Arc::clone(&shared.instance);
-    let own: Own = Arc::new(move || record.spans(&instance, reason.as_ref().copied()));
-    let early = shared.traces.finish(trace_id, Arc::clone(&own), &of_nodes, ended);
-    join(&mut of_nodes, &early);
-    exported.then_some((own, of_nodes))
 }
 
 /// What a reader wants between two tokens.

@@ -20,9 +20,10 @@ use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
 use crate::admission::Tenant;
-use crate::api::{GenerationEvent, GenerationRequest, GenerationStream, MAX_CHOICES, Service, merged};
+use crate::api::{GenerationStream, Service, merged};
 use crate::caller::{MAX_REQUEST_ID_BYTES, Parent, is_request_id, parent, request_id};
 use crate::flow::refused::Refused;
+use crate::generation::{GenerationEvent, GenerationRequest, MAX_CHOICES};
 use crate::membership::Membership;
 use crate::text::{ModelText, SpecialTokens};
 use guard::{Guarded, Room};
@@ -423,8 +424,8 @@ fn message(event: GenerationEvent, choice: u32, request_id: &str, model: &ModelT
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::flow::Limits;
     use crate::flow::tests::fakes;
+    use crate::limits::Limits;
     use v1::inference_server::Inference as _;
 
     #[tokio::test]

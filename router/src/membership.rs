@@ -21,7 +21,10 @@ mod reach;
 mod refusals;
 mod registration;
 mod room;
+mod route;
 mod table;
+mod totals;
+pub mod waiting;
 mod wire;
 
 use std::net::IpAddr;
@@ -37,13 +40,10 @@ use tandem_proto::{Error, SequenceHash, v1};
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 
-use crate::admission::queue;
 use crate::index::{Gap, IndexTotals, MOST_NODES, PrefixIndex};
-use crate::select::ways::{Apart, Fallback, Fallbacks, PairWay};
-use crate::select::{self, Candidate, LocalPrefill, Need, NoPair, Plan, Role, Wish};
+use crate::select::ways::Fallbacks;
+use crate::select::{self, LocalPrefill, Need, NoPair, Wish};
 pub use accepts::{Accepts, NotYet};
-use breaker::Circuit;
-use entry::Share;
 pub use node::Node;
 use now::ClusterNow;
 use origin::NodeEndpoints;
@@ -51,7 +51,10 @@ pub use reach::Calls;
 use reach::Reaching;
 pub use refusals::Refusals;
 use room::Wanted;
+pub use route::Route;
 use table::{Booked, Table};
+pub use totals::{Breakers, DEATHS, Death, Totals};
+use waiting::{Ahead, Predicted, Size};
 
 /// Nodes at most; the next one is refused.
 pub const MAX_NODES: usize = MOST_NODES;
@@ -108,23 +111,6 @@ impl<'a> Ask<'a> {
     }
 }
 
-/// The nodes of one request, with the work booked on them until this is dropped.
-#[derive(Debug)]
-pub struct Route {
-    /// Computes the prompt; `None` in a local plan, where decode does.
-    pub prefill: Option<Arc<Node>>,
-    /// Generates.
-    pub decode: Arc<Node>,
-    /// All candidates, the chosen one first.
-    pub candidates: Vec<Candidate>,
-    /// Pairs that are none, because KV does not get from the one to the other.
-    pub apart: Arc<[Apart]>,
-    prefill_share: Option<Share>,
-    decode_share: Share,
-    table: Arc<Mutex<Table>>,
-    freed: Freed,
-}
-
 /// Told when nodes may have room that they had not. Whoever listens may ask the table: its lock is not held meanwhile.
 #[derive(Clone, Default)]
 struct Freed(Arc<OnceLock<Box<dyn Fn() + Send + Sync>>>);
@@ -153,173 +139,6 @@ impl std::fmt::Debug for Strays {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Strays")
     }
-}
-
-impl Route {
-    /// The kind of plan.
-    pub fn plan(&self) -> Plan {
-        if self.prefill.is_some() { Plan::Pair } else { Plan::Local }
-    }
-
-    /// Table keys of prefill and decode node.
-    pub fn sessions(&self) -> (Option<u64>, u64) {
-        (self.prefill.as_ref().map(|prefill| prefill.session), self.decode.session)
-    }
-
-    /// Whether nothing but load spoke against these nodes.
-    pub fn is_sound(&self) -> bool {
-        self.candidates.first().is_some_and(Candidate::is_sound)
-    }
-
-    /// The node of `role` did its part.
-    pub fn succeeded(&mut self, role: Role) {
-        let share = share_of(role, &mut self.prefill_share, &mut self.decode_share);
-        lock(&self.table).succeeded(share);
-    }
-
-    /// The node of `role` failed.
-    pub fn failed(&mut self, role: Role, now: Instant) {
-        let share = share_of(role, &mut self.prefill_share, &mut self.decode_share);
-        lock(&self.table).failed(share, now);
-    }
-
-    /// The first token is here: the prompt is computed. Only the first call counts.
-    pub fn computed(&mut self, now: Instant) {
-        lock(&self.table).computed(self.prefill_share.as_mut(), &mut self.decode_share, now);
-        self.freed.tell();
-    }
-
-    /// The prefill node has nothing more to compute for this request: it can take another one.
-    pub fn prefilled(&mut self) {
-        if let Some(share) = &mut self.prefill_share {
-            lock(&self.table).release(share);
-            self.freed.tell();
-        }
-    }
-
-    /// Decode has let go of the request, which goes on with prefill alone: it can take another one.
-    pub fn decode_lost(&mut self) {
-        lock(&self.table).release(&mut self.decode_share);
-        self.freed.tell();
-    }
-
-    /// Decode has verified the prefill node's KV.
-    pub fn handed_off(&self, kv: &v1::Verified) {
-        if let ((Some(prefill), decode), Some(way)) = (self.sessions(), self.way()) {
-            lock(&self.table).handed_off((prefill, decode), way.domain, kv);
-        }
-    }
-
-    /// The prefill node's KV did not get to decode. Where the two have another way, they take that for a time.
-    pub fn handoff_failed(&self, why: &str, now: Instant) {
-        let ((Some(prefill), decode), Some(way)) = (self.sessions(), self.way()) else { return };
-        let fallback = lock(&self.table).handoff_failed((prefill, decode), way.domain, now);
-        if let Some(Fallback { from, to, cool_down }) = fallback {
-            let (prefill, decode) = (&self.node(Role::Prefill).info.node_id, &self.decode.info.node_id);
-            tracing::warn!(prefill, decode, "{from} failed, KV goes by {to} for {cool_down:?}: {why}");
-        }
-    }
-
-    /// How the KV travels; `None` in a local plan.
-    pub fn way(&self) -> Option<&PairWay> {
-        self.candidates.first()?.way.as_ref()
-    }
-
-    /// The first token is here: so many tokens of the prompt were computed for it.
-    pub fn prompt_computed(&self, tokens: u32) {
-        let by = &self.node(Role::Prefill).work;
-        by.computed(tokens);
-        by.generated();
-    }
-
-    /// The node of `role`. In a local plan decode has both.
-    pub fn node(&self, role: Role) -> &Arc<Node> {
-        match (role, &self.prefill) {
-            (Role::Prefill, Some(prefill)) => prefill,
-            _ => &self.decode,
-        }
-    }
-}
-
-fn share_of<'a>(role: Role, prefill: &'a mut Option<Share>, decode: &'a mut Share) -> &'a mut Share {
-    match (role, prefill) {
-        (Role::Prefill, Some(prefill)) => prefill,
-        _ => decode,
-    }
-}
-
-impl Drop for Route {
-    fn drop(&mut self) {
-        lock(&self.table).unbook(self.prefill_share.iter_mut().chain([&mut self.decode_share]), clock::now());
-        self.freed.tell();
-    }
-}
-
-/// Sums over the nodes, for metrics.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Totals {
-    /// Prefill nodes.
-    pub prefill_nodes: u32,
-    /// Decode nodes.
-    pub decode_nodes: u32,
-    /// Requests of this router that are with prefill nodes: until their first token.
-    pub with_prefill: u64,
-    /// Those of them for which their node's batch has no place.
-    pub beyond_prefill: u64,
-    /// Requests of this router beyond the places of decode nodes' batches, wherever they are now.
-    pub beyond_decode: u64,
-    /// Free KV blocks of decode nodes.
-    pub free_blocks: u64,
-    /// KV blocks of decode nodes.
-    pub total_blocks: u64,
-    /// Tokens of a block, on every node.
-    pub block_tokens: u32,
-    /// Nodes that were declared dead so far, by [`Death`].
-    pub deaths: [u64; DEATHS.len()],
-    /// Sequences and prompts that nodes have taken blocks from since they joined, whether or not they are still here.
-    pub preemptions: u64,
-}
-
-/// Why a node was declared dead.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Death {
-    /// It said nothing for the lease.
-    Silent,
-    /// Its stream ended, and it had not said before that it drains.
-    StreamLost,
-    /// Another process of its name registered.
-    Replaced,
-}
-
-/// All of them, in their order, for metrics.
-pub const DEATHS: [Death; 3] = [Death::Silent, Death::StreamLost, Death::Replaced];
-
-impl Death {
-    /// Label in metrics.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Silent => "silent",
-            Self::StreamLost => "stream_lost",
-            Self::Replaced => "replaced",
-        }
-    }
-}
-
-impl Totals {
-    /// Requests that are routed and wait for a place in a node's batch, each once though it has two nodes.
-    pub fn waiting(&self) -> u64 {
-        // Who is with a prefill node has no use for its place on the decode node yet.
-        self.beyond_prefill + self.beyond_decode.saturating_sub(self.with_prefill)
-    }
-}
-
-/// The nodes' circuit breakers, for metrics.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Breakers {
-    /// Of each node: its role, its name, its breaker's state.
-    pub nodes: Vec<(Role, String, Circuit)>,
-    /// How often one opened, by role.
-    pub opened: [u64; 2],
 }
 
 impl Membership {
@@ -546,24 +365,24 @@ impl Membership {
 
     /// How soon the first token of a request would come that was routed now; `None` where no node has measured its
     /// steps, or there are no nodes for it. Books nothing.
-    pub fn predict(&self, ask: Ask<'_>, now: Instant) -> Option<queue::Predicted> {
+    pub fn predict(&self, ask: Ask<'_>, now: Instant) -> Option<Predicted> {
         let mut table = lock(&self.table);
         let need = ask.need(&table);
         let soonest = table.predict(&need, &self.choice, now)?;
         drop(table);
         let time = |ms: f64| Duration::try_from_secs_f64(ms / 1e3).ok();
         let prefill_ms = soonest.terms.prefill_ms;
-        Some(queue::Predicted { wait: time(soonest.ttft_ms() - prefill_ms)?, prefill: time(prefill_ms)? })
+        Some(Predicted { wait: time(soonest.ttft_ms() - prefill_ms)?, prefill: time(prefill_ms)? })
     }
 
     /// Whether the nodes have room for a request that need not wait there, or only with those that `node_queue` allows;
     /// without nodes that could ever hold it there is: then [`Self::route`] says why not. Nodes that are tried last
     /// count only where no others make a plan.
-    pub fn has_room(&self, ask: &queue::Ask, ahead: &queue::Ahead, node_queue: u32, now: Instant) -> bool {
+    pub fn has_room(&self, size: Size, ahead: &Ahead, node_queue: u32, now: Instant) -> bool {
         let mut table = lock(&self.table);
-        let wanted = Wanted::of(ask, ahead, node_queue, table.block_tokens());
+        let wanted = Wanted::of(size, ahead, node_queue, table.block_tokens());
         // What is cached of it is not known here.
-        let need = Ask { prompt_tokens: ask.prompt_tokens, max_tokens: ask.max_tokens, hashes: &[] }.need(&table);
+        let need = Ask { prompt_tokens: size.prompt_tokens, max_tokens: size.max_tokens, hashes: &[] }.need(&table);
         table.has_room(wanted, &need, &self.choice, now)
     }
 

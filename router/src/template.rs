@@ -5,7 +5,7 @@ use serde::Serialize;
 use tandem_proto::v1::ChatMessage;
 use tandem_proto::{Error, ErrorKind};
 
-use crate::text::ModelTextError;
+use crate::model_file::ModelTextError;
 use crate::tokenizer::Tokenizer;
 
 /// Messages of one chat at most.

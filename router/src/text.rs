@@ -1,10 +1,9 @@
 //! Text in and out of a model: everything that the router knows of a model file.
 //!
-//! - [`Metadata`]: the GGUF header. `directory.rs`: the files of a safetensors directory.
+//! - [`crate::model_file`]: the GGUF header. `directory.rs`: the files of a safetensors directory.
 //! - [`crate::tokenizer`]: token ids ↔ bytes. [`crate::template`]: chats.
 //! - [`TextStream`]: token by token back into text.
 mod directory;
-mod metadata;
 mod stream;
 
 use std::path::Path;
@@ -13,10 +12,9 @@ use tandem_gguf::split;
 use tandem_proto::v1::ChatMessage;
 use tandem_proto::{Error, ErrorKind};
 
-pub(crate) use metadata::Metadata;
-pub use metadata::ModelTextError;
 pub use stream::{TextStep, TextStream};
 
+use crate::model_file::{self, Metadata, ModelTextError};
 use crate::template::ChatTemplate;
 pub use crate::tokenizer::SpecialTokens;
 use crate::tokenizer::Tokenizer;
@@ -104,7 +102,7 @@ impl ModelText {
                 tokenizer.vocab_size(),
             ),
             digest: match digest {
-                Digest::Whole => metadata::digest_of_parts(&paths)?,
+                Digest::Whole => model_file::digest_of_parts(&paths)?,
                 Digest::LeftOut => 0,
             },
             tokenizer,

@@ -15,7 +15,7 @@ use encoder::Encoder;
 pub(crate) use json::SpecialNames;
 use specials::{Found, Specials};
 
-use crate::text::ModelTextError;
+use crate::model_file::ModelTextError;
 
 /// What text that spells a control token (`<|im_end|>`) becomes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -2,6 +2,8 @@
 //! through the real routes, gRPC requests through the real services, messages of `tandem.v1` by their bytes, and what
 //! nodes report into the membership table. Short here; for longer runs:
 //! `TANDEM_FUZZ_SECONDS=600 cargo test -p tandem-router --release --test fuzz -- --ignored`.
+//!
+//! Long because each way in has its generators beside its check, and all share one service.
 mod model;
 
 use std::sync::Arc;
@@ -18,7 +20,7 @@ use prost::Message;
 use serde_json::{Value, json};
 use tandem_proto::v1::{self, node_report::Report, transport_info::Reach};
 use tandem_router::api::Service;
-use tandem_router::flow::Limits;
+use tandem_router::limits::Limits;
 use tandem_router::membership::{Expected, MAX_NODES, Membership};
 use tandem_router::text::ModelText;
 use tandem_router::traces::Traces;

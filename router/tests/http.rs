@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use tandem_proto::v1;
 use tandem_router::admission::keys::Keys;
 use tandem_router::api::Service;
-use tandem_router::flow::Limits;
+use tandem_router::limits::Limits;
 use tandem_router::membership::{Expected, Membership};
 use tandem_router::page::Page;
 use tandem_router::text::ModelText;

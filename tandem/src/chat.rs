@@ -1,12 +1,12 @@
 //! `tandem chat`: a conversation; the history is kept here and sent whole each time.
 use std::io::{BufRead, IsTerminal};
 
+use tandem_client::terminal::{OutputClosed, say, write_error};
 use tandem_proto::v1::generate_request::Input;
 use tandem_proto::v1::{ChatMessage, ChatMessages};
 
 use crate::config::Chat;
 use crate::generate::{Client, summary};
-use crate::terminal::{OutputClosed, say, write_error};
 
 /// Answers one message, or every line of standard input until its end or `/exit`.
 ///

@@ -11,10 +11,10 @@ use std::io::Write;
 use std::process::Command;
 
 use anyhow::Context;
+use tandem_client::terminal::{print, say};
 
 use crate::config::compose::Compose;
 use crate::cores;
-use crate::terminal::{print, say};
 use topology::Topology;
 
 /// Plans and writes.

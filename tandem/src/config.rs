@@ -1,10 +1,9 @@
 //! The command line and the environment, resolved once: the rest of the program sees only [`Config`].
 //!
-//! - [`up`]: the part of `tandem up`. [`bench`]: that of `tandem bench`. [`compose`]: that of `tandem compose`.
-//!   [`doctor`]: that of `tandem doctor`.
+//! - [`up`]: the part of `tandem up`. [`compose`]: that of `tandem compose`. [`doctor`]: that of `tandem doctor`. That
+//!   of `tandem bench` is [`BenchArgs`].
 //!
 //! Next: [`crate::up`], the largest command.
-pub mod bench;
 pub mod compose;
 pub mod doctor;
 pub mod up;
@@ -14,11 +13,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Arg, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use tandem_bench::{Bench, BenchArgs};
+use tandem_client::connect::{Address, Headers, Router, TlsArgs};
+use tandem_client::state::{self, State};
 use tandem_config::shell::Shell;
 use tandem_config::{Resolved, UP};
-
-use crate::connect::{Address, Headers, Router, Tls};
-use crate::state::{self, State};
 
 /// What to do, with every default filled in.
 pub enum Config {
@@ -35,7 +34,7 @@ pub enum Config {
     /// Show the cluster.
     Top(Top),
     /// Measure.
-    Bench(bench::Bench),
+    Bench(Bench),
     /// Write a compose file.
     Compose(compose::Compose),
     /// Look at this machine.
@@ -188,7 +187,7 @@ enum Command {
     Explain(ExplainArgs),
     /// Show the cluster as it is now: nodes, KV, links, recent requests
     Top(TopArgs),
-    Bench(Box<bench::BenchArgs>),
+    Bench(Box<BenchArgs>),
     Compose(compose::ComposeArgs),
     Doctor(doctor::DoctorArgs),
     /// Write the script that makes a shell complete commands and flags
@@ -223,27 +222,6 @@ struct RouterArgs {
     header: Vec<String>,
     #[command(flatten)]
     tls: TlsArgs,
-}
-
-/// Whom to trust, and who this is.
-#[derive(Args, Clone)]
-pub struct TlsArgs {
-    /// Authorities to trust, PEM, for https:// and grpcs:// [default: those that the system trusts]
-    #[arg(long, value_name = "FILE")]
-    tls_ca: Option<PathBuf>,
-    /// Certificate to show to routers that want one (mTLS), PEM
-    #[arg(long, value_name = "FILE", requires = "tls_key")]
-    tls_cert: Option<PathBuf>,
-    /// The certificate's private key, PEM
-    #[arg(long, value_name = "FILE", requires = "tls_cert")]
-    tls_key: Option<PathBuf>,
-}
-
-impl TlsArgs {
-    /// The same, resolved.
-    pub fn resolve(self) -> Tls {
-        Tls { ca: self.tls_ca, identity: self.tls_cert.zip(self.tls_key) }
-    }
 }
 
 impl RouterArgs {
@@ -436,11 +414,6 @@ fn runtime_dir() -> anyhow::Result<PathBuf> {
     }
 }
 
-/// `host:port` becomes `http://host:port`.
-pub fn with_scheme(address: &str) -> String {
-    if address.contains("://") { address.trim_end_matches('/').to_owned() } else { format!("http://{address}") }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -448,11 +421,5 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         CommandLine::command().debug_assert();
-    }
-
-    #[test]
-    fn addresses_get_a_scheme_once() {
-        assert_eq!(with_scheme("127.0.0.1:1"), "http://127.0.0.1:1");
-        assert_eq!(with_scheme("http://127.0.0.1:1/"), "http://127.0.0.1:1");
     }
 }

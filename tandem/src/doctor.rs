@@ -6,9 +6,9 @@ mod findings;
 pub mod gather;
 
 use anyhow::bail;
+use tandem_client::terminal::print;
 
 use crate::config::doctor::{Doctor, Form};
-use crate::terminal::print;
 use findings::{Finding, Level};
 
 /// Looks, judges and prints.

@@ -4,11 +4,13 @@
 //! Next: [`crate::trace`], which fetches.
 use std::fmt::Write;
 
+use tandem_client::terminal::print;
+
 use serde_json::Value;
 
 use crate::config;
-use crate::terminal::print;
-use crate::trace::{self, Event, Span, Trace};
+use crate::span::{Event, Span, Trace};
+use crate::trace;
 
 /// Columns of the table: heading and attribute of the candidate.
 const TERMS: [(&str, &str); 6] = [

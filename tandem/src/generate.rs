@@ -2,6 +2,8 @@
 //!
 //! [`Client`] is also what [`crate::chat`] talks through.
 use anyhow::bail;
+use tandem_client::terminal::{print, say};
+use tandem_client::wrong_port;
 use tandem_proto::v1;
 use tandem_proto::v1::generate_request::Input;
 use tandem_proto::v1::generate_response::Event;
@@ -11,8 +13,6 @@ use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
 
 use crate::config::{Generate, Sampling};
-use crate::terminal::{print, say};
-use crate::wrong_port;
 
 /// Streams the answer to standard output, and the figures to standard error.
 ///

@@ -5,26 +5,23 @@
 //!
 //! - [`config`]: the command line and the environment, resolved once.
 //! - [`up`]: a local cluster as child processes; [`launch`] starts one of them, [`cores`] splits the CPUs, [`gpus`]
-//!   shares out GPUs, [`state`] tells the other commands where the cluster is, [`join_token`] is the secret of its
-//!   nodes.
-//! - [`connect`]: how every command reaches a router: key, headers, TLS.
-//! - [`generate`] and [`chat`]: the gRPC client; [`wrong_port`]: its hint when a port speaks HTTP/1.1.
-//! - [`trace`]: fetches a trace; [`waterfall`] draws it (pure). [`explain`]: the choice of nodes in it.
+//!   shares out GPUs, [`join_token`] is the secret of its nodes.
+//! - [`generate`] and [`chat`]: the gRPC client.
+//! - [`trace`]: fetches a trace, whose form is in [`span`]; [`waterfall`] draws it (pure). [`explain`]: the choice of
+//!   nodes in it.
 //! - [`top`]: the cluster as it is now, over the whole terminal.
-//! - [`bench`]: the load generator, and its report.
 //! - [`compose`]: writes the docker-compose file of a host. [`doctor`]: what this machine has and what it lacks.
 //! - [`shell`]: completions and man pages, made from the flags.
-//! - [`sse`]: server-sent events out of bytes (pure).
-//! - [`terminal`]: standard output and standard error, whose readers may end first.
+//!
+//! `tandem bench` is [`tandem_bench`]. How a router is reached, where the local cluster is and where one prints is
+//! [`tandem_client`]'s.
 #![forbid(unsafe_code)]
-// They panic where nobody reads: `terminal` does not.
+// They panic where nobody reads: `tandem_client::terminal` does not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
-mod bench;
 mod chat;
 mod compose;
 mod config;
-mod connect;
 mod cores;
 mod doctor;
 mod explain;
@@ -33,23 +30,19 @@ mod gpus;
 mod join_token;
 mod launch;
 mod shell;
-mod sse;
-mod state;
-mod terminal;
+mod span;
 mod top;
 mod trace;
 mod up;
 mod waterfall;
-mod wrong_port;
 
 use std::process::ExitCode;
 
 use anyhow::Context;
+use tandem_client::terminal::{OUTPUT_CLOSED_STATUS, OutputClosed, say};
 use tokio::runtime::{Builder, Runtime};
 
 use config::Config;
-use config::bench::Bench;
-use terminal::{OUTPUT_CLOSED_STATUS, OutputClosed, say};
 
 /// The command line, as clap has it.
 pub fn command() -> clap::Command {
@@ -73,15 +66,16 @@ pub fn run_process() -> ExitCode {
 }
 
 fn runtime(config: &Config) -> std::io::Result<Runtime> {
-    let mut builder = match config {
-        Config::Bench(Bench::Run(run)) => {
+    let threads = if let Config::Bench(bench) = config { bench.threads() } else { None };
+    let mut builder = match threads {
+        Some(threads) => {
             let mut builder = Builder::new_multi_thread();
-            builder.worker_threads(run.threads);
+            builder.worker_threads(threads);
             builder
         }
         // One thread on purpose: the kernel ends a child when the *thread* that started it ends (prctl(2),
         // PR_SET_PDEATHSIG).
-        _ => Builder::new_current_thread(),
+        None => Builder::new_current_thread(),
     };
     builder.enable_all().build()
 }
@@ -94,7 +88,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         Config::Trace(trace) => trace::run(trace).await,
         Config::Explain(explain) => explain::run(explain).await,
         Config::Top(top) => top::run(top).await,
-        Config::Bench(bench) => bench::run(bench).await,
+        Config::Bench(bench) => tandem_bench::run(bench).await,
         Config::Compose(compose) => compose::run(&compose),
         Config::Doctor(doctor) => doctor::run(doctor).await,
         Config::Completions(shell) => shell::completions(shell),

@@ -3,10 +3,10 @@
 use std::path::Path;
 
 use anyhow::Context;
+use tandem_client::terminal::print;
 use tandem_config::shell::{self, Shell};
 
 use crate::config;
-use crate::terminal::print;
 
 /// The script that makes `shell` complete commands and flags, to standard output.
 ///

@@ -18,7 +18,7 @@ use tokio::sync::mpsc;
 use tokio::time::interval;
 
 use crate::config;
-use crate::trace::Trace;
+use crate::span::Trace;
 use model::{Model, Row};
 use screen::Screen;
 use stream::{Router, Said};

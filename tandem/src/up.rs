@@ -1,29 +1,29 @@
 //! `tandem up`: routers and their nodes as child processes, from start to drain.
 //!
-//! One owner: [`run`] holds all children. Next: [`crate::launch`], the start of one of them; `check.rs`, which starts
-//! none.
+//! One owner: [`run`] holds all children. Next: `recipes.rs`, what each of them is started with; [`crate::launch`], the
+//! start of one of them; `check.rs`, which starts none.
 mod check;
+mod recipes;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::pin::pin;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
 use futures::future::{join_all, select_all};
-use tandem_proto::device::DeviceChoice;
+use tandem_client::connect::with_scheme;
+use tandem_client::state::{self, State};
+use tandem_client::terminal::{print, say};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::config::up::{Listen, OnDeath, Pinning, Up, has_flag, values};
-use crate::config::with_scheme;
+use crate::config::up::{Listen, OnDeath, Up, values};
 use crate::cores::{self, LendingFile};
-use crate::doctor::facts::Found;
-use crate::doctor::gather;
-use crate::gpus;
 use crate::join_token::JoinToken;
 use crate::launch::{Member, Recipe, Wrappers, check_writable};
-use crate::state::{self, State};
-use crate::terminal::{print, say};
+use recipes::{
+    NEXT_FREE_PORT, cores_of, devices_of, flags, join_token_args, lend_cores, node_recipes, router_recipe, set_flag,
+};
 
 /// What a router needs after its drain, the grace: a second to tell clients that their answers end, one for the last
 /// bytes, and some for the rest of its end.
@@ -32,9 +32,6 @@ const LAST_WORDS: Duration = Duration::from_secs(4);
 const HEALTH_INTERVAL: Duration = Duration::from_millis(50);
 /// Between the death of a child and its restart, doubled at every failure up to the second one.
 const RESTART_DELAYS: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(10));
-
-/// The router's flag for ports that nobody chose.
-const NEXT_FREE_PORT: &str = "--next-free-port";
 
 /// Starts the cluster, keeps it until a signal, drains it.
 ///
@@ -395,120 +392,6 @@ fn programs_dir() -> anyhow::Result<PathBuf> {
     Ok(dir.to_owned())
 }
 
-/// The flags of router and nodes for the token.
-fn join_token_args(token: &Path) -> Vec<String> {
-    flags([("--join-token-file", &token.display().to_string())])
-}
-
-/// The first one has the addresses that were asked for, the others any ports of the same hosts.
-fn router_recipe(config: &Up, joining: &[String], programs: &Path, number: usize) -> Recipe {
-    let mut args = flags([("--model", &config.model.display().to_string())]);
-    let address = |first: &str| match number {
-        0 => first.to_owned(),
-        _ => first.rsplit_once(':').map_or_else(|| first.to_owned(), |(host, _)| format!("{host}:0")),
-    };
-    let ports = [("http", &config.http), ("grpc", &config.grpc)];
-    for (name, listen) in ports {
-        args.extend(flags([(&*format!("--{name}"), &*address(listen.address()))]));
-        if number == 0 && matches!(listen, Listen::From(_)) {
-            args.push(format!("{NEXT_FREE_PORT}={name}"));
-        }
-    }
-    // What it has to say to those that still run then, it says before `drain` kills it.
-    if !has_flag(&config.router_args, "--drain-ms") {
-        args.extend(flags([("--drain-ms", &config.grace.as_millis().to_string())]));
-    }
-    // Clients spread over the routers, so each has its part of a key's rates.
-    if config.routers > 1 && !has_flag(&config.router_args, "--replicas") {
-        args.extend(flags([("--replicas", &config.routers.to_string())]));
-    }
-    args.extend_from_slice(joining);
-    args.extend(config.shared_args.iter().chain(&config.router_args).cloned());
-    let name = if number == 0 { "router".to_owned() } else { format!("router-{number}") };
-    Recipe { name, program: programs.join("tandem-router"), args, cpus: Vec::new() }
-}
-
-/// What each node computes on, prefill nodes first.
-async fn devices_of(config: &Up) -> anyhow::Result<Vec<DeviceChoice>> {
-    let facts = match gpus::wants_facts(config.device) {
-        true => gather::node(config.ucx_lib_dir.as_deref()).await,
-        false => Found::Missing { missing: "nobody asked".to_owned() },
-    };
-    let spread = gpus::spread(config.device, config.prefill + config.decode, &facts)?;
-    if let Some(note) = spread.note {
-        say!("tandem: note: {note}");
-    }
-    Ok(spread.devices)
-}
-
-fn node_recipes(
-    config: &Up,
-    cpus: Vec<Vec<usize>>,
-    programs: &Path,
-    joining: &[String],
-    devices: &[DeviceChoice],
-) -> Vec<Recipe> {
-    let names = |role: &'static str, count| (0..count).map(move |index| (role, format!("{role}-{index}")));
-    // The CPUs are split by the number of nodes, whatever their roles.
-    let names = names("prefill", config.prefill).chain(names("decode", config.decode));
-    let recipe = |(((role, name), cpus), device): (((&str, String), Vec<usize>), &DeviceChoice)| {
-        let own = if role == "prefill" { &config.prefill_args } else { &config.decode_args };
-        let mut args = [joining, &flags([("--node-id", &name)])].concat();
-        // Without a number a node takes one for each core that it is pinned to.
-        if let Some(threads) = config.threads {
-            args.extend(flags([("--threads", &threads.to_string())]));
-        }
-        if *device != DeviceChoice::Cpu {
-            args.extend(flags([("--device", &device.to_string())]));
-        }
-        args.extend(config.shared_args.iter().chain(&config.node_args).chain(own).cloned());
-        Recipe { name, program: programs.join(format!("tandem-{role}-node")), args, cpus }
-    };
-    names.zip(cpus).zip(devices).map(recipe).collect()
-}
-
-/// Tells nodes that have cores of their own how to lend them.
-fn lend_cores(config: &Up, nodes: &mut [Recipe]) -> Option<LendingFile> {
-    // Who computes on a GPU has cores for little else than to wait for it.
-    let on_gpus = nodes.iter().any(|node| node.args.iter().any(|arg| arg == "--device"));
-    if on_gpus
-        || config.pinning != Pinning::LentCores
-        || nodes.len() < 2
-        || nodes.iter().any(|node| node.cpus.is_empty())
-    {
-        return None;
-    }
-    let file = LendingFile::new();
-    match &file {
-        Ok(file) => {
-            let path = file.path().display().to_string();
-            nodes.iter_mut().for_each(|node| node.args.extend(flags([("--lend-cores", &path)])));
-        }
-        Err(error) => say!("tandem: note: the nodes do not lend each other cores: {error}"),
-    }
-    file.ok()
-}
-
-/// The CPUs of each node; empty lists where nothing is pinned, which is said.
-fn cores_of(config: &Up, wrappers: Wrappers, nodes: usize) -> Vec<Vec<usize>> {
-    let free = vec![Vec::new(); nodes];
-    if config.pinning == Pinning::Free {
-        return free;
-    }
-    let available = cores::available();
-    match cores::split(&available, nodes) {
-        Some(split) if wrappers.affinity => split,
-        Some(_) => {
-            say!("tandem: note: no `taskset` here: the nodes are not pinned to cores");
-            free
-        }
-        None => {
-            say!("tandem: note: {nodes} nodes on {} CPUs: the nodes are not pinned to cores", available.len());
-            free
-        }
-    }
-}
-
 fn print_router(router: &Member, Addresses { http, grpc, .. }: &Addresses) -> anyhow::Result<()> {
     let (name, pid) = (&router.recipe.name, router.pid().unwrap_or(0));
     print(&format!("router {name} http={http} grpc={grpc} pid={pid}\n"))
@@ -529,21 +412,6 @@ fn print_node(node: &Member) -> anyhow::Result<()> {
     print(&format!(
         "node {name} grpc={grpc} admin={admin} transport={transport} device={device} cpus={cpus} pid={pid}\n"
     ))
-}
-
-fn flags<const N: usize>(pairs: [(&str, &str); N]) -> Vec<String> {
-    pairs.into_iter().flat_map(|(flag, value)| [flag.to_owned(), value.to_owned()]).collect()
-}
-
-/// Replaces the value of a flag that is there, in either form.
-fn set_flag(args: &mut [String], flag: &str, value: &str) {
-    let with_value = format!("{flag}=");
-    let Some(at) = args.iter().position(|arg| arg == flag || arg.starts_with(&with_value)) else { return };
-    if args[at] != flag {
-        args[at] = with_value + value;
-    } else if let Some(old) = args.get_mut(at + 1) {
-        value.clone_into(old);
-    }
 }
 
 fn bare(url: &str) -> &str {

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use serde_json::Value;
 
-use crate::trace::Span;
+use crate::span::Span;
 
 /// The phases that tile TTFT, in order.
 const TTFT_PHASES: [&str; 3] = ["queue", "route", "prefill"];

@@ -1,4 +1,5 @@
 //! One run: routers, nodes, clients and faults, drawn from a seed; then all is healed, and what must be is looked at.
+//! Long because it joins all machines of the simulation: each message and each fault is carried out here.
 use std::collections::BTreeMap;
 use std::time::Duration;
 

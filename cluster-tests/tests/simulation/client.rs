@@ -5,7 +5,7 @@ use std::time::Duration;
 use futures::StreamExt;
 use tandem_proto::{Error, ErrorKind, v1};
 use tandem_router::admission::Tenant;
-use tandem_router::api::{GenerationEvent, GenerationRequest};
+use tandem_router::generation::{GenerationEvent, GenerationRequest};
 use tandem_telemetry::clock;
 use tokio::time::Instant;
 

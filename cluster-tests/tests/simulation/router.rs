@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tandem_proto::v1::membership_server::MembershipServer;
 use tandem_router::api::Service;
-use tandem_router::flow::Limits;
+use tandem_router::limits::Limits;
 use tandem_router::membership::{Calls, Expected, Membership};
 use tandem_router::text::ModelText;
 use tandem_telemetry::Exporter;

@@ -22,6 +22,8 @@
 // tile's weights are. A row keeps two states in registers, the partition's and the total: 128 of them a thread where
 // heads are of 128, which wgmma leaves room for. (H200, 32 heads of 128, 2,048 tokens from position 6,144: 0.65 ms, 372
 // TFLOP/s, where mma.sync in tiles of 64 rows took 1.78 ms.)
+//
+// Long because both families of kernels share one order of additions: apart they could drift from it.
 #include "attention.cuh"
 
 // Copies: D values a row, into panels of ROWS rows, by THREADS threads.

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use tokio::time;
 
-use super::{BLOCKS_AWAY, Outcome, Worker, waiting_for_layers};
+use super::worker::{BLOCKS_AWAY, Outcome, Worker, waiting_for_layers};
 use crate::step_model::StepShape;
 
 /// The driver of one engine without a thread, see [`Engine::stepped`](super::Engine::stepped). Dropping it is the

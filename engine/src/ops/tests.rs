@@ -1,5 +1,6 @@
 //! The kernels against plain loops, on ragged shapes; and what they promise beyond closeness: the same bits in every
 //! batch and on every instruction set.
+//! Long because every kernel is held against its plain loop over the same ragged shapes and layouts.
 use half::f16;
 use proptest::prelude::*;
 use tandem_gguf::TensorType;

@@ -5,6 +5,8 @@
 //! Trust in UCX ends where measurements ended it: it does not notice a frozen peer, and it may lose the requests of a
 //! dead one. So every operation has a deadline; one that is late, or that failed, takes its endpoint with it; and
 //! blocks stay with their operation until its callback came or nobody can write any more.
+//!
+//! Long because every `ucp_*` call is made here, by the one owner of the worker; what needs no UCX is elsewhere.
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};

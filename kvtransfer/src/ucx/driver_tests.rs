@@ -1,4 +1,5 @@
 //! The driver with events in an order that UCX rarely gives. Each test's thread owns a worker; without UCX they skip.
+//! Long because each rare order of events is a test of its own, and all need the same two drivers.
 use std::sync::Arc;
 
 use rand::rngs::StdRng;

@@ -14,16 +14,19 @@
 //! **Bounds.** Slots; each pool's share of them; places in the queue. Where there are several tenants, one may hold no
 //! more than [`SHARE`] times the places that are free (a dynamic threshold after Choudhury and Hahne, 1998): however
 //! many of them want more, some places stay free for who comes new.
+//!
+//! Long because order, charges and bounds are one state: whoever enters, starts or leaves changes all three.
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::Reason;
 use super::drain_rate::DrainRate;
 use super::fair::Fair;
 use super::lateness::Lateness;
-use super::pools::Pools;
+use super::refusal::{Reason, Refused};
 use super::tenant::DEFAULT_TENANT;
+use crate::limits::pools::{Pool, Pools};
+use crate::membership::waiting::{Ahead, Predicted, Size};
 
 /// What a token of an answer costs against one of a prompt, for shares: as in VTC's paper. It takes a step of its own,
 /// and its KV stays longest.
@@ -73,26 +76,6 @@ pub struct Ask {
     pub predicted: Option<Predicted>,
 }
 
-/// From now to a first token, if the best nodes got the request now.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Predicted {
-    /// Behind what the nodes have to do already.
-    pub wait: Duration,
-    /// Then until the first token.
-    pub prefill: Duration,
-}
-
-/// What has started and is not on any node yet, or not any more: it will take room that still looks free.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Ahead {
-    /// Requests.
-    pub requests: u32,
-    /// Tokens of their prompts.
-    pub prompt_tokens: u64,
-    /// Tokens of prompts and usual answers.
-    pub total_tokens: u64,
-}
-
 /// The limits.
 #[derive(Clone, Debug)]
 pub struct Bounds {
@@ -116,17 +99,6 @@ pub struct Turn {
     pub start: Vec<Ticket>,
     /// The deadlines of these passed while they waited: they are out.
     pub expired: Vec<Ticket>,
-}
-
-/// Why a request did not get in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Refused {
-    /// In one word.
-    pub reason: Reason,
-    /// When it is worth another try, if that can be told.
-    pub retry_after: Option<Duration>,
-    /// When its first token would have come, where it is too late.
-    pub first_token: Option<Duration>,
 }
 
 /// Whether the nodes have room for a request behind those that are ahead of it.
@@ -219,6 +191,12 @@ impl Ask {
         u64::from(self.prompt_tokens) + u64::from(self.answer_tokens)
     }
 
+    /// As nodes must have room for it.
+    pub fn size(&self) -> Size {
+        let Self { prompt_tokens, max_tokens, answer_tokens, .. } = *self;
+        Size { prompt_tokens, max_tokens, answer_tokens }
+    }
+
     fn ahead(&self) -> Ahead {
         Ahead { requests: 1, prompt_tokens: self.prompt_tokens.into(), total_tokens: self.tokens() }
     }
@@ -228,7 +206,7 @@ impl Queue {
     /// Nobody is there.
     pub fn new(bounds: Bounds) -> Self {
         let slots = bounds.pools.slots(bounds.max_inflight);
-        let class = |(pool, slots): (&super::pools::Pool, usize)| Class {
+        let class = |(pool, slots): (&Pool, usize)| Class {
             slots,
             share: pool.share,
             inflight: 0,
@@ -623,20 +601,6 @@ impl Class {
     fn half_drained(&self, now: Instant) -> Option<Duration> {
         let cost: u64 = self.lanes.values().map(|lane| lane.cost).sum();
         self.drain_rate.time_for(cost / 2, now)
-    }
-}
-
-impl Ahead {
-    fn add(&mut self, other: &Self) {
-        self.requests += other.requests;
-        self.prompt_tokens += other.prompt_tokens;
-        self.total_tokens += other.total_tokens;
-    }
-
-    fn sub(&mut self, other: &Self) {
-        self.requests = self.requests.saturating_sub(other.requests);
-        self.prompt_tokens = self.prompt_tokens.saturating_sub(other.prompt_tokens);
-        self.total_tokens = self.total_tokens.saturating_sub(other.total_tokens);
     }
 }
 

@@ -7,10 +7,10 @@ use tandem_telemetry::clock;
 
 use super::progress::prompt_tokens;
 use super::{Shared, check, refusal};
-use crate::admission::queue::Predicted;
 use crate::admission::{Asked, Entry, Reason, Refusal, Tenant};
-use crate::api::GenerationRequest;
+use crate::generation::GenerationRequest;
 use crate::membership::Ask;
+use crate::membership::waiting::Predicted;
 use crate::select::Wish;
 
 /// Checks the requests of one tenant and takes their places.

@@ -20,7 +20,7 @@ use tokio::time::{Instant, Sleep};
 use super::exchange::{Exchange, Step};
 use super::find_nodes::Sought;
 use super::legs::{DecodeLeg, PrefillLeg, Rest};
-use super::replan::{Cause, Failure};
+use crate::failure::{Cause, Failure};
 use crate::membership::Route;
 use crate::select::{Plan, Role};
 

@@ -2,7 +2,7 @@
 use tandem_proto::{Error, ErrorCode, MAX_PRIORITY};
 
 use crate::admission::cache_salt;
-use crate::api::{self, GenerationRequest};
+use crate::generation::{GenerationRequest, MAX_STOP_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKENS};
 use crate::text::ModelText;
 
 /// Checks a prompt against the model.
@@ -57,13 +57,13 @@ pub fn check(request: &GenerationRequest, model: &ModelText) -> Result<(), Error
     cache_salt::check(&request.cache_salt)?;
     request.sampling.check(model.vocab_size())?;
     request.sampling.check_min_tokens(request.max_tokens)?;
-    let too_long = |text: &String| text.is_empty() || text.len() > api::MAX_STOP_BYTES;
-    if request.stop.len() > api::MAX_STOP_STRINGS || request.stop.iter().any(too_long) {
-        let (strings, bytes) = (api::MAX_STOP_STRINGS, api::MAX_STOP_BYTES);
+    let too_long = |text: &String| text.is_empty() || text.len() > MAX_STOP_BYTES;
+    if request.stop.len() > MAX_STOP_STRINGS || request.stop.iter().any(too_long) {
+        let (strings, bytes) = (MAX_STOP_STRINGS, MAX_STOP_BYTES);
         return Err(Error::invalid("stop", format!("at most {strings} stop strings of 1 to {bytes} bytes")));
     }
-    if request.stop_token_ids.len() > api::MAX_STOP_TOKENS {
-        return Err(Error::invalid("stop_token_ids", format!("at most {} stop tokens", api::MAX_STOP_TOKENS)));
+    if request.stop_token_ids.len() > MAX_STOP_TOKENS {
+        return Err(Error::invalid("stop_token_ids", format!("at most {} stop tokens", MAX_STOP_TOKENS)));
     }
     Ok(())
 }

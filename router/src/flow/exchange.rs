@@ -7,6 +7,7 @@ use prost::Message;
 use tandem_proto::v1::{self, FinishReason, decode_event, prefill_event};
 use tandem_proto::{Error, ErrorKind};
 
+use crate::record::drafts::Drafts;
 use crate::select::Plan;
 
 /// What to do after an event.
@@ -64,23 +65,6 @@ pub struct Exchange {
     pub drafts: Drafts,
     /// The nodes' spans, packed.
     pub spans: Vec<u8>,
-}
-
-/// Guesses at tokens, and those of them that came true.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Drafts {
-    /// Verified.
-    pub drafted: u32,
-    /// Right.
-    pub accepted: u32,
-}
-
-impl Drafts {
-    /// Counts both; they are a node's word.
-    pub fn add(&mut self, Self { drafted, accepted }: Self) {
-        self.drafted = self.drafted.saturating_add(drafted);
-        self.accepted = self.accepted.saturating_add(accepted);
-    }
 }
 
 impl Exchange {

@@ -13,12 +13,13 @@ use tandem_proto::SequenceHash;
 use tandem_telemetry::clock;
 use tokio::time::sleep_until;
 
-use super::replan::{Failure, Retry};
+use super::replan::Retry;
 use super::retry_budget::{RetryBudget, Retrying};
-use super::timeline::Phase;
 use crate::admission::{Admission, Claim};
+use crate::failure::Failure;
 use crate::membership::{Accepts, Ask, Membership, Node, NotYet, Route};
 use crate::metrics::Metrics;
+use crate::record::timeline::Phase;
 use crate::select::{NoPair, Wish};
 
 /// Tokens of prompt and answer for which room is sought.

@@ -11,9 +11,9 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Status};
 
-use super::replan::MOST_ATTEMPTS;
-use super::timeline::Phase;
+use crate::limits::MOST_ATTEMPTS;
 use crate::membership::Node;
+use crate::record::timeline::Phase;
 
 /// Events of one leg. After an error or the end nothing follows. What is said to the node leaves when they are polled.
 pub type Events<T> = Peekable<BoxStream<'static, Result<T, Status>>>;

@@ -6,11 +6,14 @@ use tandem_telemetry::clock;
 
 use super::attempt::{Attempt, Search};
 use super::find_nodes::{Finder, Found, Lost, Setback, Sought};
-use super::record::{Names, Replanned};
-use super::replan::{Bound, Failure, Retry, Verdict};
-use super::timeline::Phase;
-use super::{Limits, Run, Slot, legs};
+use super::replan::{Retry, Verdict};
+use super::{Run, legs};
+use crate::admission::Slot;
+use crate::failure::{Bound, Failure};
+use crate::limits::Limits;
 use crate::membership::Route;
+use crate::record::timeline::Phase;
+use crate::record::{Names, Replanned};
 use crate::select::Wish;
 use crate::select::numerics::Numerics;
 

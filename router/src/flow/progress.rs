@@ -9,7 +9,7 @@ use tandem_proto::{SequenceHash, TraceContext, v1};
 use tandem_telemetry::clock;
 
 use super::find_nodes::Tokens;
-use crate::api::GenerationRequest;
+use crate::generation::GenerationRequest;
 use crate::text::ModelText;
 
 /// See the head of this file.

@@ -6,8 +6,8 @@ use tandem_proto::{Error, TraceContext};
 use tandem_telemetry::{ACCESS, Budget, Kind, Phase, clock, request_span};
 
 use super::Shared;
-use super::record::SERVICE;
 use crate::caller::Parent;
+use crate::record::SERVICE;
 use crate::traces::{Class, Ended};
 
 /// Lines a second: an overloaded router refuses thousands of requests, each for the same reason.

@@ -1,4 +1,5 @@
 //! Whole requests against nodes that do what the test says, over real gRPC.
+//! Long because each way in which a first attempt can end is a test; what comes after it is in the other files.
 mod choices;
 mod ending;
 pub(crate) mod fakes;
@@ -11,10 +12,12 @@ mod shaping;
 use futures::StreamExt;
 use serde_json::Value;
 
+use super::conclusion::STOPPED_SPANS;
 use super::exchange::tests::{delivered, finished, first_token, reserved, ticket, token, verified};
 use super::*;
 use crate::admission::Tenant;
 use crate::api::GenerationStream;
+use crate::generation::Usage;
 use fakes::{Cluster, DecodeCall, PrefillCall, id};
 use tonic::Status;
 use v1::FinishReason::{Length, Stop};

@@ -254,8 +254,8 @@ mod tests {
 
     use super::*;
     use crate::admission::keys::Keys;
-    use crate::flow::Limits;
     use crate::flow::tests::fakes;
+    use crate::limits::Limits;
 
     const METHOD: &str = "/tandem.v1.Inference/Generate";
 

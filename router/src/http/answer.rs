@@ -10,13 +10,15 @@ use tandem_proto::v1::FinishReason;
 use tandem_proto::{Error, ErrorKind};
 
 use super::error::ApiError;
+use super::kind::Kind;
 use super::logprobs::{Scored, Spell, Writer};
 use super::options::{Options, Prompt};
 use super::sse::{self, Encoder, PromptInfo};
 use super::timings::{self, Timed};
-use super::types::{Choice, Head, Kind, Message, finish_reason, sum, unix_seconds};
+use super::types::{Choice, Head, Message, finish_reason, sum, unix_seconds};
 use super::{Caller, traceparent};
-use crate::api::{GenerationEvent, GenerationRequest, MAX_CHOICES, Service, Usage};
+use crate::api::Service;
+use crate::generation::{GenerationEvent, GenerationRequest, MAX_CHOICES, Usage};
 
 /// A prompt as its endpoint understood it.
 pub(super) struct Encoded {
@@ -159,9 +161,9 @@ pub(super) fn whole<'a>(
 mod tests {
     use super::*;
     use crate::admission::Tenant;
-    use crate::flow::Limits;
     use crate::flow::tests::fakes;
     use crate::http::fields::Fields;
+    use crate::limits::Limits;
 
     fn checked(json: &str, prompts: Vec<Vec<u32>>) -> Result<Checked, Error> {
         let root = tandem_proto::TraceContext::root(&mut rand::rng());

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use serde::Serialize;
 use tandem_proto::v1;
 
-use super::types::Kind;
+use super::kind::Kind;
 use crate::text::TokenText;
 
 /// How a token is written.

@@ -1,5 +1,5 @@
-//! The OpenAI-compatible HTTP edge: bytes to [`GenerationRequest`](crate::api::GenerationRequest) and events back to
-//! bytes. It knows nothing of nodes; everything it needs stands in [`crate::api`].
+//! The OpenAI-compatible HTTP edge: bytes to [`GenerationRequest`](crate::generation::GenerationRequest) and events
+//! back to bytes. It knows nothing of nodes; everything it needs stands in [`crate::api`].
 //!
 //! - `fields`, `options`: a JSON body to checked values; pure. `completions`, `chat`: one endpoint each.
 //! - `answer`: prompts to running generations. `sse`: generations to a stream of events; `types`: the JSON sent, with
@@ -15,6 +15,7 @@ mod cors;
 mod error;
 mod fields;
 mod ids;
+mod kind;
 mod logprobs;
 mod media;
 mod options;
@@ -43,8 +44,8 @@ use tandem_telemetry::clock;
 
 pub use self::cors::{Origin, with_cors};
 use self::error::{ApiError, Failed};
+use self::kind::Kind;
 pub use self::page::page;
-use self::types::Kind;
 use crate::admission::Tenant;
 use crate::api::Service;
 use crate::caller::{self, Parent};

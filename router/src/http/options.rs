@@ -9,8 +9,8 @@ use tandem_proto::{Error, MAX_PRIORITY, TraceContext, v1};
 
 use super::Caller;
 use super::fields::{AtMost, Fields, Integer, Neutral, one_or_many};
-use super::types::Kind;
-use crate::api::{GenerationRequest, MAX_CHOICES, MAX_STOP_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKENS};
+use super::kind::Kind;
+use crate::generation::{GenerationRequest, MAX_CHOICES, MAX_STOP_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKENS};
 
 /// Known fields that would change the answer and are not implemented.
 const UNSUPPORTED: &[(&str, Neutral)] = &[

@@ -10,11 +10,13 @@ use http::header;
 use tandem_proto::{Error, ErrorKind};
 
 use super::error::ApiError;
+use super::kind::Kind;
 use super::logprobs::{Scored, Spell, Writer};
 use super::options::Options;
 use super::timings::{self, Timed};
-use super::types::{Choice, Head, Kind, Message, Part, finish_reason, sum};
-use crate::api::{GenerationEvent, Usage, merged};
+use super::types::{Choice, Head, Message, Part, finish_reason, sum};
+use crate::api::merged;
+use crate::generation::{GenerationEvent, Usage};
 
 /// An event with a token and without extras is not longer.
 const USUAL_EVENT_BYTES: usize = 320;

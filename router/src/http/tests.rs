@@ -12,11 +12,12 @@ use tandem_proto::{Error, ErrorKind};
 
 use super::answer::{collect, whole};
 use super::fields::Fields;
+use super::kind::Kind;
 use super::logprobs::Spell;
 use super::options::Options;
 use super::sse::{Encoder, PromptInfo, respond};
-use super::types::{Head, Kind};
-use crate::api::{GenerationEvent, Usage};
+use super::types::Head;
+use crate::generation::{GenerationEvent, Usage};
 use crate::text::TokenText;
 
 type Events = BoxStream<'static, Result<GenerationEvent, Error>>;

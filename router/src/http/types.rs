@@ -6,25 +6,9 @@ use serde::Serialize;
 use serde_json::Value;
 use tandem_proto::v1::FinishReason;
 
+use super::kind::Kind;
 use super::logprobs::Logprobs;
-use crate::api::Usage;
-
-/// Which endpoint answers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    Chat,
-    Completion,
-}
-
-impl Kind {
-    /// `gen_ai.operation.name` of the request's span.
-    pub fn operation(self) -> &'static str {
-        match self {
-            Self::Chat => "chat",
-            Self::Completion => "text_completion",
-        }
-    }
-}
+use crate::generation::Usage;
 
 /// What every chunk of one answer repeats.
 #[derive(Clone, Debug)]

@@ -7,7 +7,7 @@
 //! Nodes count as the choice ranks them: those that nobody would be sent to have no room for anybody.
 use tandem_proto::v1;
 
-use crate::admission::queue::{Ahead, Ask};
+use super::waiting::{Ahead, Size};
 use crate::select::{LocalPrefill, Need, NodeView, Role, Work};
 
 /// A node with a prompt gets the next one so long before it is done with it: enough to keep it busy. Whoever comes next
@@ -42,16 +42,17 @@ pub struct Wanted {
 }
 
 impl Wanted {
-    /// By `ask` behind `ahead`, in blocks of so many tokens.
-    pub fn of(ask: &Ask, ahead: &Ahead, node_queue: u32, block_tokens: u32) -> Self {
-        let total_tokens = ask.prompt_tokens.saturating_add(ask.max_tokens);
+    /// By a request of this size behind `ahead`, in blocks of so many tokens.
+    pub fn of(size: Size, ahead: &Ahead, node_queue: u32, block_tokens: u32) -> Self {
+        let Size { prompt_tokens, max_tokens, answer_tokens } = size;
+        let total_tokens = prompt_tokens.saturating_add(max_tokens);
         // Each of those before it has a block that is not full.
         let blocks_ahead = u32::try_from(ahead.total_tokens.div_ceil(block_tokens.into())).unwrap_or(u32::MAX);
         Self {
-            prompt_tokens: ask.prompt_tokens,
+            prompt_tokens,
             total_tokens,
-            prompt_blocks: ask.prompt_tokens.div_ceil(block_tokens),
-            blocks: ask.prompt_tokens.saturating_add(ask.answer_tokens).div_ceil(block_tokens),
+            prompt_blocks: prompt_tokens.div_ceil(block_tokens),
+            blocks: prompt_tokens.saturating_add(answer_tokens).div_ceil(block_tokens),
             blocks_ahead: blocks_ahead.saturating_add(ahead.requests),
             requests_ahead: ahead.requests,
             prompt_tokens_ahead: ahead.prompt_tokens,

@@ -1,5 +1,6 @@
 //! The table's state machine: who is there, bookings, verdicts, expiry, and the nodes' cached blocks. Synchronous; the
 //! lock around it is in [`super`]. What is known of one node is [`super::entry`]'s.
+//! Long because it is all that happens under the one lock; what can be decided without it is elsewhere.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};

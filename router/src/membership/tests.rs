@@ -1,13 +1,16 @@
 //! The node table with time as an argument: expiry, replacement, refusal, booking.
 mod lives;
+mod predictions;
 mod retries;
+mod room;
 mod ways;
 
 use tandem_proto::ErrorKind;
 
+use super::breaker::Circuit;
 use super::*;
-use crate::select::Avoid;
 use crate::select::numerics::Numerics;
+use crate::select::{Avoid, Plan, Role};
 
 const LEASE: Duration = Duration::from_secs(3);
 /// Who was silent for so long is suspect.
@@ -61,6 +64,27 @@ fn prefill_of(route: &Route) -> u64 {
 
 fn dead(node: &Node) -> bool {
     node.dead.is_cancelled()
+}
+
+/// What a node reports that has measured its steps: 10 ms and 1 ms a token.
+fn measured(queued_tokens: u64) -> v1::Load {
+    let step_cost = Some(v1::StepCost { base_ms: 10.0, token_ms: 1.0, ..v1::StepCost::default() });
+    v1::Load { free_blocks: 64, queued_tokens, step_cost, ..v1::Load::default() }
+}
+
+/// A prefill and a decode node that have measured their steps.
+fn measured_pair(start: Instant) -> (Membership, Arc<Node>, Arc<Node>) {
+    let membership = membership();
+    let prefill = membership.register(register("p", v1::Role::Prefill, 1), start).unwrap();
+    let decode = membership.register(register("d", v1::Role::Decode, 1), start).unwrap();
+    for node in [&prefill, &decode] {
+        membership.report(node.session, &measured(0), start);
+    }
+    (membership, prefill, decode)
+}
+
+fn at(start: Instant, millis: u64) -> Instant {
+    start + Duration::from_millis(millis)
 }
 
 #[test]
@@ -369,97 +393,6 @@ fn a_node_that_was_silent_for_half_the_lease_is_tried_last() {
     assert!((0..8).all(|_| membership.route(ask(100, 10), &Wish::default(), later).unwrap().decode.session == heard));
 }
 
-/// What a node reports that has measured its steps: 10 ms and 1 ms a token.
-fn measured(queued_tokens: u64) -> v1::Load {
-    let step_cost = Some(v1::StepCost { base_ms: 10.0, token_ms: 1.0, ..v1::StepCost::default() });
-    v1::Load { free_blocks: 64, queued_tokens, step_cost, ..v1::Load::default() }
-}
-
-/// A prefill and a decode node that have measured their steps.
-fn measured_pair(start: Instant) -> (Membership, Arc<Node>, Arc<Node>) {
-    let membership = membership();
-    let prefill = membership.register(register("p", v1::Role::Prefill, 1), start).unwrap();
-    let decode = membership.register(register("d", v1::Role::Decode, 1), start).unwrap();
-    for node in [&prefill, &decode] {
-        membership.report(node.session, &measured(0), start);
-    }
-    (membership, prefill, decode)
-}
-
-fn at(start: Instant, millis: u64) -> Instant {
-    start + Duration::from_millis(millis)
-}
-
-#[test]
-fn a_queue_is_predicted_from_the_report_and_worked_off_by_time() {
-    let start = Instant::now();
-    let (membership, prefill, _) = measured_pair(start);
-    let terms = |now| membership.route(ask(100, 10), &Wish::default(), now).unwrap().candidates[0].terms;
-    let idle = terms(start);
-    assert!(idle.wait_prefill_ms == 0.0 && (idle.prefill_ms - 110.0).abs() < 1e-6, "{idle:?}");
-    membership.report(prefill.session, &v1::Load { waiting: 1, ..measured(200) }, start);
-    assert!((terms(start).wait_prefill_ms - 210.0).abs() < 1e-6);
-    assert!((terms(at(start, 150)).wait_prefill_ms - 60.0).abs() < 1e-6);
-    // What is routed counts at once, and only as long as its request is there.
-    let first = membership.route(ask(100, 10), &Wish::default(), at(start, 150)).unwrap();
-    assert!((terms(at(start, 150)).wait_prefill_ms - 170.0).abs() < 1e-6);
-    drop(first);
-    assert!(terms(at(start, 400)).wait_prefill_ms < 1e-6);
-}
-
-#[test]
-fn first_tokens_teach_how_long_prompts_really_take() {
-    let start = Instant::now();
-    let (membership, ..) = measured_pair(start);
-    let mut now = start;
-    for _ in 0..40 {
-        let mut route = membership.route(ask(100, 10), &Wish::default(), now).unwrap();
-        now += Duration::from_millis(165);
-        route.computed(now);
-        // Only the first call counts.
-        route.computed(now + LEASE);
-    }
-    let predicted_ms = membership.route(ask(100, 10), &Wish::default(), now).unwrap().candidates[0].ttft_ms();
-    assert!((predicted_ms / 165.0 - 1.0).abs() < 0.05, "{predicted_ms}");
-    assert!((membership.json()["nodes"][1]["prefill_factor"].as_f64().unwrap() - 1.5).abs() < 0.1);
-}
-
-#[test]
-fn a_late_prompt_makes_those_behind_it_late() {
-    let start = Instant::now();
-    let (membership, ..) = measured_pair(start);
-    let mut routes: Vec<_> = (0..2).map(|_| membership.route(ask(100, 10), &Wish::default(), start).unwrap()).collect();
-    assert!((routes[1].candidates[0].ttft_ms() - 220.0).abs() < 1e-6);
-    let now = at(start, 140);
-    routes[0].computed(now);
-    // Thirty milliseconds late: the next one begins now. Its wait is known, and the node a little slower.
-    let third = membership.route(ask(100, 10), &Wish::default(), now).unwrap();
-    let wait_ms = third.candidates[0].terms.wait_prefill_ms;
-    assert!((wait_ms - 110.0).abs() < 1e-6, "{wait_ms}");
-}
-
-#[test]
-fn who_waits_for_its_kv_is_less_in_the_way_of_a_local_prompt_until_it_begins() {
-    let start = Instant::now();
-    let (membership, ..) = measured_pair(start);
-    let auto = membership.clone().with_local_prefill(LocalPrefill::Auto);
-    let harm_ms = |now| {
-        let told = auto.route(ask(100, 10), &Wish::default(), now).unwrap();
-        told.candidates.iter().find(|plan| plan.plan() == Plan::Local).unwrap().terms.harm_ms
-    };
-    assert_eq!(harm_ms(start), 0.0);
-    // Computed on the prefill node for 110 ms, about as long as the local one: it waits for half of that in the mean.
-    let mut first = membership.route(ask(100, 10), &Wish::default(), start).unwrap();
-    let begins_later = harm_ms(start);
-    first.computed(start);
-    let runs = harm_ms(start);
-    assert!((0.5..0.51).contains(&(begins_later / runs)), "{begins_later} beside {runs}");
-    let second = membership.route(ask(100, 10), &Wish::default(), start).unwrap();
-    assert!(harm_ms(start) < 2.0 * runs);
-    drop(second);
-    assert_eq!(harm_ms(start), runs, "given up");
-}
-
 #[test]
 fn preemptions_are_counted_since_a_node_joined_and_stay_when_it_leaves() {
     let (membership, now) = (membership(), Instant::now());
@@ -533,149 +466,4 @@ fn a_node_that_tells_of_its_cache_is_not_silent() {
     membership.expire(start + LEASE);
     membership.expire(start + LEASE * 2);
     assert!(!dead(&node));
-}
-
-fn has_room(membership: &Membership, prompt_tokens: u32, max_tokens: u32, now: Instant) -> bool {
-    let deadline = now + Duration::from_secs(60);
-    let (tenant, answer_tokens) = ("a".into(), membership.usual_answer(max_tokens));
-    let (weight, priority, predicted) = (1, 0, None);
-    let ask = queue::Ask { tenant, weight, priority, prompt_tokens, max_tokens, answer_tokens, deadline, predicted };
-    membership.has_room(&ask, &queue::Ahead::default(), 0, now)
-}
-
-fn avoiding(nodes: &[&Arc<Node>]) -> Wish {
-    let nodes = nodes.iter().map(|node| node.session).collect();
-    Wish { avoid: Avoid { nodes, pairs: vec![] }, ..Wish::default() }
-}
-
-#[test]
-fn nodes_that_nobody_is_sent_to_have_no_room() {
-    let (membership, start) = (membership(), Instant::now());
-    let [prefill, good, other] = [("p", v1::Role::Prefill), ("d0", v1::Role::Decode), ("d1", v1::Role::Decode)]
-        .map(|(id, role)| membership.register(register(id, role, 1), start).unwrap());
-    let report = |node: &Node, free_blocks, now| {
-        membership.report(node.session, &v1::Load { free_blocks, ..v1::Load::default() }, now);
-    };
-    let mut full = membership.route(ask(500, 500), &avoiding(&[&other]), start).unwrap();
-    full.prefilled();
-    assert!(has_room(&membership, 100, 400, start));
-    for _ in 0..3 {
-        membership.route(ask(100, 10), &avoiding(&[&good]), start).unwrap().failed(Role::Decode, start);
-    }
-    assert!(!has_room(&membership, 100, 400, start), "its breaker is open, and the other one is full");
-    let later = start + Duration::from_secs(2);
-    [(&prefill, 64), (&good, 1)].into_iter().for_each(|(node, free)| report(node, free, later));
-    assert!(!has_room(&membership, 100, 400, later), "it may be tried, and is silent");
-    report(&other, 64, later);
-    assert!(has_room(&membership, 100, 400, later));
-    let silent = later + LEASE;
-    report(&prefill, 64, silent);
-    membership.leave(good.session, "it left");
-    assert!(has_room(&membership, 100, 400, silent), "there is no other one");
-}
-
-#[test]
-fn room_is_that_of_one_group() {
-    let (membership, now) = (membership(), Instant::now());
-    let of_kind = |id: &str, role, compatibility_digest| {
-        membership.register(v1::Register { compatibility_digest, ..register(id, role, 1) }, now).unwrap()
-    };
-    let first = [of_kind("p5", v1::Role::Prefill, 5), of_kind("d5", v1::Role::Decode, 5)];
-    let mut full = membership.route(ask(1000, 1), &Wish::default(), now).unwrap();
-    full.prefilled();
-    assert!(!has_room(&membership, 300, 10, now), "decode is full");
-    let second = [of_kind("p6", v1::Role::Prefill, 6), of_kind("d6", v1::Role::Decode, 6)];
-    assert!(has_room(&membership, 300, 10, now));
-    let mut busy = membership.route(ask(600, 1), &avoiding(&[&first[0], &first[1]]), now).unwrap();
-    assert_eq!(busy.sessions(), (Some(second[0].session), second[1].session));
-    assert!(!has_room(&membership, 300, 10, now), "prefill is busy in one group, decode is full in the other");
-    busy.prefilled();
-    assert!(has_room(&membership, 300, 10, now));
-}
-
-#[test]
-fn decode_nodes_that_compute_prompts_have_room_when_they_have_few() {
-    let now = Instant::now();
-    for local in [LocalPrefill::Always, LocalPrefill::Auto] {
-        let membership = membership().with_local_prefill(local);
-        membership.register(register("d", v1::Role::Decode, 1), now).unwrap();
-        let mut busy = membership.route(ask(600, 1), &Wish::default(), now).unwrap();
-        assert!(!has_room(&membership, 10, 10, now), "600 tokens are before it");
-        busy.computed(now);
-        assert!(has_room(&membership, 10, 10, now), "its answer is no prompt");
-        drop(busy);
-        let given_up = membership.route(ask(600, 1), &Wish::default(), now).unwrap();
-        drop(given_up);
-        assert!(has_room(&membership, 10, 10, now));
-    }
-}
-
-#[test]
-fn a_prompt_has_room_on_a_decode_node_if_it_would_go_there() {
-    let now = Instant::now();
-    for (local, finds) in [(LocalPrefill::Never, false), (LocalPrefill::Auto, true)] {
-        let membership = membership().with_local_prefill(local);
-        let [p, d] = [("p", v1::Role::Prefill), ("d", v1::Role::Decode)]
-            .map(|(id, role)| membership.register(register(id, role, 1), now).unwrap().session);
-        let cost = v1::StepCost { base_ms: 1.0, token_ms: 1.0, ..v1::StepCost::default() };
-        let load = v1::Load { free_blocks: 64, step_cost: Some(cost), ..v1::Load::default() };
-        [p, d].into_iter().for_each(|session| membership.report(session, &load, now));
-        let mut busy = membership.route(ask(600, 10), &Wish::default(), now).unwrap();
-        assert_eq!(busy.sessions(), (Some(p), d));
-        assert_eq!(has_room(&membership, 100, 10, now), finds, "the decode node does nothing yet");
-        let running = v1::Load { running: 8, running_tokens: 800, ..load };
-        membership.report(d, &running, now);
-        assert!(
-            !has_room(&membership, 400, 10, now),
-            "eight short answers would wait for it: it goes to the prefill node"
-        );
-        busy.prefilled();
-        assert!(has_room(&membership, 400, 10, now));
-    }
-}
-
-#[test]
-fn a_decode_node_beside_a_prefill_node_learns_how_long_its_prompts_take() {
-    let (membership, mut now) = (membership().with_local_prefill(LocalPrefill::Auto), Instant::now());
-    let processor = Some(v1::Processor { id: 1, cores: 2, threads: 2 });
-    let [p, d] = [("p", v1::Role::Prefill), ("d", v1::Role::Decode)].map(|(id, role)| {
-        membership.register(v1::Register { processor, ..register(id, role, 1) }, now).unwrap().session
-    });
-    let cost = v1::StepCost { base_ms: 1.0, token_ms: 1.0, ..v1::StepCost::default() };
-    let load = v1::Load { free_blocks: 64, step_cost: Some(cost), ..v1::Load::default() };
-    for _ in 0..200 {
-        [p, d].into_iter().for_each(|session| membership.report(session, &load, now));
-        let mut route = membership.route(ask(100, 10), &Wish::default(), now).unwrap();
-        assert_eq!(route.sessions(), (None, d));
-        now += Duration::from_secs_f64(route.candidates[0].ttft_ms() * 1.3 / 1e3);
-        route.computed(now);
-    }
-    let nodes = membership.json();
-    let factor =
-        nodes["nodes"].as_array().unwrap().iter().find(|node| node["id"] == "d").unwrap()["prefill_factor"].as_f64();
-    assert!(
-        (1.1..1.35).contains(&factor.unwrap()),
-        "its predictions are like the prefill node's, whatever it learns: {factor:?}"
-    );
-}
-
-#[test]
-fn a_first_token_is_predicted_without_a_booking() {
-    let start = Instant::now();
-    let (membership, prefill, _) = measured_pair(start);
-    let near = |predicted: Option<queue::Predicted>, wait_ms: f64, prefill_ms: f64| {
-        let queue::Predicted { wait, prefill } = predicted.expect("a prediction");
-        let off = |time: Duration, ms: f64| (time.as_secs_f64() * 1e3 - ms).abs();
-        assert!(off(wait, wait_ms) < 0.01 && off(prefill, prefill_ms) < 0.01, "{wait:?} {prefill:?}");
-    };
-    for _ in 0..2 {
-        near(membership.predict(ask(100, 10), start), 0.0, 110.0);
-    }
-    membership.report(prefill.session, &v1::Load { waiting: 1, ..measured(200) }, start);
-    near(membership.predict(ask(100, 10), at(start, 150)), 60.0, 110.0);
-    assert_eq!(membership.predict(ask(100, 2000), start), None, "nobody could take it");
-    let unmeasured = self::membership();
-    unmeasured.register(register("p", v1::Role::Prefill, 1), start).unwrap();
-    unmeasured.register(register("d", v1::Role::Decode, 1), start).unwrap();
-    assert_eq!(unmeasured.predict(ask(100, 10), start), None);
 }

@@ -7,7 +7,8 @@ use prometheus_client::registry::Registry;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::{Exemplar, SECONDS, Seen, Traced, outcome, seconds, whole};
+use super::exemplar::{Exemplar, SECONDS, Traced, seconds};
+use super::{Seen, outcome, whole};
 use crate::admission::{REASONS, Reason};
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]

@@ -10,7 +10,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use tandem_proto::v1;
 
-use super::{Exemplar, SECONDS, Traced};
+use super::exemplar::{Exemplar, SECONDS, Traced};
 use crate::membership::Totals;
 
 /// 4 KiB to 4 GiB.
@@ -116,7 +116,7 @@ impl Cache {
 mod tests {
     use prometheus_client::encoding::text::encode;
 
-    use super::super::TraceId;
+    use super::super::exemplar::TraceId;
     use super::*;
 
     #[test]

@@ -10,12 +10,13 @@ use prometheus_client::registry::Registry;
 use tandem_proto::v1;
 
 use super::cache::Cache;
-use super::{Exemplar, SECONDS, Traced, observe_gaps, seconds, whole};
+use super::exemplar::{Exemplar, SECONDS, Traced, observe_gaps, seconds};
+use super::whole;
 use crate::admission::Counts;
-use crate::flow::pace::Arrivals;
-use crate::flow::record::{Record, reason_text};
-use crate::flow::timeline::Phase;
 use crate::membership::Totals;
+use crate::record::pace::Arrivals;
+use crate::record::timeline::Phase;
+use crate::record::{Record, reason_text};
 
 const TOKENS: [f64; 14] = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4];
 

@@ -1,4 +1,5 @@
 //! The choice over small clusters, rank by rank and term by term; and over random ones against all plans.
+//! Long because each rank and each term is a test of its own, over the same small cluster.
 use proptest::prelude::*;
 
 use super::LocalPrefill::{Always, Auto, Never};

@@ -7,7 +7,8 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use tandem_proto::model;
 
-use super::{Digest, ModelText, ModelTextError, metadata};
+use super::{Digest, ModelText};
+use crate::model_file::{self, ModelTextError};
 use crate::template::ChatTemplate;
 use crate::tokenizer::{SpecialNames, Tokenizer};
 
@@ -123,7 +124,7 @@ fn digest(directory: &Path) -> Result<u64, ModelTextError> {
         let entry = entry.map_err(unreadable)?;
         let name = entry.file_name().to_string_lossy().into_owned();
         if model::is_part(&name) {
-            parts.insert(name, metadata::digest(&entry.path())?);
+            parts.insert(name, model_file::digest(&entry.path())?);
         }
     }
     Ok(model::digest(&parts))

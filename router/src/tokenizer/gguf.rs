@@ -13,7 +13,7 @@ use tokenizers::{NormalizerWrapper, SplitDelimiterBehavior};
 
 use super::encoder::{AFTER_DIGITS, BEFORE_DIGITS};
 use super::{Parts, Spelling, Token, TokenKind, Tokenizer, VISIBLE_SPACE};
-use crate::text::{Metadata, ModelTextError};
+use crate::model_file::{Metadata, ModelTextError};
 
 /// How a value of `tokenizer.ggml.pre` splits text before the BPE.
 enum Pre {

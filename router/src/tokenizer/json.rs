@@ -6,7 +6,7 @@ use serde_json::Value;
 use tokenizers::{AddedToken, ModelWrapper};
 
 use super::{Parts, Spelling, Token, TokenKind, Tokenizer};
-use crate::text::ModelTextError;
+use crate::model_file::ModelTextError;
 
 /// What the files beside a `tokenizer.json` say of its special tokens.
 #[derive(Default)]

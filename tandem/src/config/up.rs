@@ -6,10 +6,9 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
+use tandem_client::state;
 use tandem_config::{ConfigArgs, Resolved};
 use tandem_proto::device::DeviceChoice;
-
-use crate::state;
 
 /// File name of the model that `make setup` puts into the cache.
 pub const DEFAULT_MODEL: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";

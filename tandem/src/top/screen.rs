@@ -7,7 +7,7 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Cell, Paragraph, Row as TableRow, Table, TableState};
 
 use super::model::{About, Cluster, Model, Node, Row};
-use crate::trace::Trace;
+use crate::span::Trace;
 use crate::waterfall;
 
 /// A node that left is shown for so long.

@@ -4,12 +4,13 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use futures::StreamExt;
+use tandem_client::sse::Parser;
 use tokio::sync::mpsc;
 use tokio::time::{sleep, timeout};
 
 use super::model::Event;
-use crate::sse::Parser;
-use crate::trace::{self, Trace};
+use crate::span::Trace;
+use crate::trace;
 
 /// Without a word for so long the connection is lost: the router says something every second.
 const SILENCE: Duration = Duration::from_secs(5);

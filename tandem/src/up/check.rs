@@ -3,13 +3,14 @@
 use std::process::Stdio;
 
 use anyhow::{Context, bail, ensure};
+use tandem_client::terminal::print;
 use tandem_config::{DECODE, PREFILL, Program, ROUTER};
 use tokio::process::Command;
 
-use super::{flags, join_token_args, node_recipes, programs_dir, router_recipe};
+use super::programs_dir;
+use super::recipes::{flags, join_token_args, node_recipes, router_recipe};
 use crate::config::up::{Pinning, Up, has_flag};
 use crate::launch::Recipe;
-use crate::terminal::print;
 
 /// Prints all values with their sources, the cluster's first.
 ///

@@ -1,4 +1,5 @@
 //! The queue's promises: nothing lost, nothing starved, shares kept, limits kept; under any order of events.
+//! Long because each promise is a test of its own, and all of them ask in the same few words.
 use std::collections::BTreeSet;
 
 use proptest::prelude::*;

@@ -3,6 +3,7 @@ use tandem_proto::v1::TransportInfo;
 use tandem_proto::v1::transport_info::Reach;
 
 use super::*;
+use crate::select::Candidate;
 
 /// A node of this host: it shares memory there, and listens on the network, or nowhere else.
 fn on_host(id: &str, role: v1::Role, host: &str, networked: bool) -> v1::Register {

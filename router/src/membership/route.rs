@@ -1,0 +1,130 @@
+//! The nodes of one running request, and what its course tells the table of them. What is booked on them is given back
+//! when this is dropped.
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use tandem_proto::v1;
+use tandem_telemetry::clock;
+
+use super::entry::Share;
+use super::table::Table;
+use super::{Freed, Node, lock};
+use crate::select::ways::{Apart, Fallback, PairWay};
+use crate::select::{Candidate, Plan, Role};
+
+/// The nodes of one request, with the work booked on them until this is dropped.
+#[derive(Debug)]
+pub struct Route {
+    /// Computes the prompt; `None` in a local plan, where decode does.
+    pub prefill: Option<Arc<Node>>,
+    /// Generates.
+    pub decode: Arc<Node>,
+    /// All candidates, the chosen one first.
+    pub candidates: Vec<Candidate>,
+    /// Pairs that are none, because KV does not get from the one to the other.
+    pub apart: Arc<[Apart]>,
+    pub(super) prefill_share: Option<Share>,
+    pub(super) decode_share: Share,
+    pub(super) table: Arc<Mutex<Table>>,
+    pub(super) freed: Freed,
+}
+
+impl Route {
+    /// The kind of plan.
+    pub fn plan(&self) -> Plan {
+        if self.prefill.is_some() { Plan::Pair } else { Plan::Local }
+    }
+
+    /// Table keys of prefill and decode node.
+    pub fn sessions(&self) -> (Option<u64>, u64) {
+        (self.prefill.as_ref().map(|prefill| prefill.session), self.decode.session)
+    }
+
+    /// Whether nothing but load spoke against these nodes.
+    pub fn is_sound(&self) -> bool {
+        self.candidates.first().is_some_and(Candidate::is_sound)
+    }
+
+    /// The node of `role` did its part.
+    pub fn succeeded(&mut self, role: Role) {
+        let share = share_of(role, &mut self.prefill_share, &mut self.decode_share);
+        lock(&self.table).succeeded(share);
+    }
+
+    /// The node of `role` failed.
+    pub fn failed(&mut self, role: Role, now: Instant) {
+        let share = share_of(role, &mut self.prefill_share, &mut self.decode_share);
+        lock(&self.table).failed(share, now);
+    }
+
+    /// The first token is here: the prompt is computed. Only the first call counts.
+    pub fn computed(&mut self, now: Instant) {
+        lock(&self.table).computed(self.prefill_share.as_mut(), &mut self.decode_share, now);
+        self.freed.tell();
+    }
+
+    /// The prefill node has nothing more to compute for this request: it can take another one.
+    pub fn prefilled(&mut self) {
+        if let Some(share) = &mut self.prefill_share {
+            lock(&self.table).release(share);
+            self.freed.tell();
+        }
+    }
+
+    /// Decode has let go of the request, which goes on with prefill alone: it can take another one.
+    pub fn decode_lost(&mut self) {
+        lock(&self.table).release(&mut self.decode_share);
+        self.freed.tell();
+    }
+
+    /// Decode has verified the prefill node's KV.
+    pub fn handed_off(&self, kv: &v1::Verified) {
+        if let ((Some(prefill), decode), Some(way)) = (self.sessions(), self.way()) {
+            lock(&self.table).handed_off((prefill, decode), way.domain, kv);
+        }
+    }
+
+    /// The prefill node's KV did not get to decode. Where the two have another way, they take that for a time.
+    pub fn handoff_failed(&self, why: &str, now: Instant) {
+        let ((Some(prefill), decode), Some(way)) = (self.sessions(), self.way()) else { return };
+        let fallback = lock(&self.table).handoff_failed((prefill, decode), way.domain, now);
+        if let Some(Fallback { from, to, cool_down }) = fallback {
+            let (prefill, decode) = (&self.node(Role::Prefill).info.node_id, &self.decode.info.node_id);
+            tracing::warn!(prefill, decode, "{from} failed, KV goes by {to} for {cool_down:?}: {why}");
+        }
+    }
+
+    /// How the KV travels; `None` in a local plan.
+    pub fn way(&self) -> Option<&PairWay> {
+        self.candidates.first()?.way.as_ref()
+    }
+
+    /// The first token is here: so many tokens of the prompt were computed for it.
+    pub fn prompt_computed(&self, tokens: u32) {
+        let by = &self.node(Role::Prefill).work;
+        by.computed(tokens);
+        by.generated();
+    }
+
+    /// The node of `role`. In a local plan decode has both.
+    pub fn node(&self, role: Role) -> &Arc<Node> {
+        match (role, &self.prefill) {
+            (Role::Prefill, Some(prefill)) => prefill,
+            _ => &self.decode,
+        }
+    }
+}
+
+fn share_of<'a>(role: Role, prefill: &'a mut Option<Share>, decode: &'a mut Share) -> &'a mut Share {
+    match (role, prefill) {
+        (Role::Prefill, Some(prefill)) => prefill,
+        _ => decode,
+    }
+}
+
+impl Drop for Route {
+    fn drop(&mut self) {
+        lock(&self.table).unbook(self.prefill_share.iter_mut().chain([&mut self.decode_share]), clock::now());
+        self.freed.tell();
+    }
+}
