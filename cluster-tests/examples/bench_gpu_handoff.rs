@@ -20,7 +20,7 @@ use tandem_cuda::{Context, CudaMemory, Device, Kernels};
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport, prepare_environment};
 use tandem_kvtransfer::{Arena, Expected, Grant, Held, Manifest, Transport};
 use tandem_memory::{KvMemory, Run};
-use tandem_proto::{HandoffId, Incarnation, trace, v1};
+use tandem_proto::{HandoffId, Incarnation, SequenceHash, trace, v1};
 
 /// As eight layers of Llama-3.1-8B have: 64 tokens, 8 KV heads of 128 values in bf16.
 const LAYERS: u8 = 8;
@@ -161,7 +161,7 @@ async fn receive(args: &Args, arena: &Arc<Arena>) -> anyhow::Result<()> {
             while !kind.receiver_hashes && transport.counters().received_bytes.load(Relaxed) - before < bytes(args) {
                 tokio::time::sleep(Duration::from_micros(50)).await;
             }
-            let sequence_hashes = vec![1; args.blocks as usize];
+            let sequence_hashes = vec![1.into(); args.blocks as usize];
             let verified = incoming.verified(Expected { prompt_tokens: 1, sequence_hashes }).await?;
             let answer = sender.answer()?;
             let said: Vec<f64> = answer.split(' ').map(str::parse).collect::<Result<_, _>>()?;
@@ -331,7 +331,7 @@ async fn hand_over(
         prefill_incarnation: ticket.prefill_incarnation,
         decode_incarnation: ticket.decode_incarnation,
         prompt_tokens: 1,
-        sequence_hashes: vec![1; count as usize],
+        sequence_hashes: SequenceHash::all_to_wire(&vec![1.into(); count as usize]),
         checksums: manifest.finish(),
         first_token: 1,
         sampler_position: 2,

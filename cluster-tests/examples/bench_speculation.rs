@@ -16,7 +16,9 @@ use tandem_engine::cpu::{CpuExecutor, ModelConfig};
 use tandem_engine::{
     Drafts, Engine, KvDtype, SamplingParams, SchedulerConfig, SequenceEvent, SequenceRequest, SequenceStream, Speculate,
 };
+use tandem_proto::hash::sequence_hashes;
 use tandem_proto::v1::ChatMessage;
+use tandem_proto::{CacheSalt, SequenceKey};
 use tandem_router::text::ModelText;
 
 #[derive(Parser)]
@@ -163,8 +165,8 @@ async fn run(engine: &Engine, prompts: &[Vec<u32>], new: u32) -> anyhow::Result<
 
 async fn submit(engine: &Engine, prompt: &[u32], new: u32, ignore_eos: bool) -> anyhow::Result<SequenceStream> {
     let (pool, spec) = (engine.pool(), engine.spec());
-    let hashes = tandem_proto::hash::sequence_hashes(spec.model_digest, prompt, spec.block_tokens);
-    let prefix = tandem_engine::Prefix { cache_salt: 0, hashes: &hashes, tokens: prompt.len() };
+    let hashes = sequence_hashes(SequenceKey::new(spec.model_digest, CacheSalt::NONE), prompt, spec.block_tokens);
+    let prefix = tandem_engine::Prefix { cache_salt: CacheSalt::NONE, hashes: &hashes, tokens: prompt.len() };
     let lease = pool.reserve_prefix(pool.blocks_for(prompt.len() + 1), prefix).await?;
     Ok(engine.submit(SequenceRequest {
         id: "bench".into(),

@@ -15,6 +15,7 @@ use tandem_proto::v1::membership_client::MembershipClient;
 use tandem_proto::v1::membership_server::MembershipServer;
 use tandem_proto::v1::node_report::Report;
 use tandem_proto::v1::{self, KvEvents, NodeReport, Role};
+use tandem_proto::{CacheSalt, SequenceHash, SequenceKey};
 use tandem_router::membership::{Expected, Membership};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
@@ -64,8 +65,8 @@ fn config(router: &str, name: &str) -> NodeConfig {
 
 async fn read_prompt(node: &Node, tokens: Vec<u32>) {
     let (pool, spec) = (node.engine.pool(), node.engine.spec());
-    let hashes = sequence_hashes(spec.model_digest, &tokens, spec.block_tokens);
-    let prefix = Prefix { cache_salt: 0, hashes: &hashes, tokens: tokens.len() };
+    let hashes = sequence_hashes(SequenceKey::new(spec.model_digest, CacheSalt::NONE), &tokens, spec.block_tokens);
+    let prefix = Prefix { cache_salt: CacheSalt::NONE, hashes: &hashes, tokens: tokens.len() };
     let lease = pool.reserve_prefix(pool.blocks_for(tokens.len() + 1), prefix).await.unwrap();
     let request = SequenceRequest {
         id: "a prompt".to_owned(),
@@ -133,10 +134,9 @@ async fn the_router_follows_its_nodes_caches() {
     }
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_node_that_loses_messages_is_asked_for_a_snapshot_once() {
-    let (membership, url) = serve(9, 2).await;
-    let register = v1::Register {
+/// A node that is not there.
+fn register() -> v1::Register {
+    v1::Register {
         node_id: "p".into(),
         role: Role::Prefill.into(),
         incarnation: 1,
@@ -162,13 +162,19 @@ async fn a_node_that_loses_messages_is_asked_for_a_snapshot_once() {
         kv_order: "bf16-pairs".into(),
         life: 1,
         link: 1,
-    };
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_that_loses_messages_is_asked_for_a_snapshot_once() {
+    let (membership, url) = serve(9, 2).await;
     let (reports, outbox) = mpsc::channel(8);
     let send = async |report| reports.send(NodeReport { report: Some(report) }).await.unwrap();
-    let stored = |first, snapshot, hashes: &[u64]| {
-        Report::KvEvents(KvEvents { first, snapshot, hashes: hashes.to_vec(), removed: Vec::new() })
+    let stored = |first, snapshot, hashes: &[u128]| {
+        let hashes = hashes.iter().flat_map(|hash| SequenceHash::from(*hash).to_wire()).collect();
+        Report::KvEvents(KvEvents { first, snapshot, hashes, removed: Vec::new() })
     };
-    send(Report::Register(register)).await;
+    send(Report::Register(register())).await;
     let mut client = MembershipClient::connect(url).await.unwrap();
     let mut answers = client.join(ReceiverStream::new(outbox)).await.unwrap().into_inner();
     assert!(!answers.message().await.unwrap().unwrap().kv_snapshot);
@@ -189,4 +195,26 @@ async fn a_node_that_loses_messages_is_asked_for_a_snapshot_once() {
     drop(reports);
     assert!(answers.message().await.unwrap().is_none());
     until("the node left", || async { (blocks(&membership) == 0).then_some(()) }).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_whose_names_have_another_length_is_refused_and_counted() {
+    let (membership, url) = serve(9, 2).await;
+    let refused = || membership.refusals().counts().iter().map(|(_, count)| count).sum::<u64>();
+    for (times, bytes) in (1..).zip([8, 17]) {
+        let (reports, outbox) = mpsc::channel(8);
+        let events = KvEvents { first: 0, snapshot: true, hashes: vec![1; bytes], removed: Vec::new() };
+        let register = v1::Register { incarnation: times, life: times, ..register() };
+        for report in [Report::Register(register), Report::KvEvents(events)] {
+            reports.send(NodeReport { report: Some(report) }).await.unwrap();
+        }
+        let mut client = MembershipClient::connect(url.clone()).await.unwrap();
+        let mut answers = client.join(ReceiverStream::new(outbox)).await.unwrap().into_inner();
+        assert!(answers.message().await.unwrap().is_some(), "it was accepted");
+        let status = answers.message().await.unwrap_err();
+        assert_eq!(status.code(), tonic::Code::InvalidArgument);
+        assert_eq!(status.message(), format!("sequence hashes have 16 bytes each, not {bytes}"));
+        assert_eq!((refused(), blocks(&membership)), (times, 0));
+        until("the node is out", || async { (membership.totals().prefill_nodes == 0).then_some(()) }).await;
+    }
 }

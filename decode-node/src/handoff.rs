@@ -43,7 +43,7 @@ pub fn grant(node: &Node, request: &CheckedRequest, terms: &Terms, lease: &Arc<K
         compatibility_digest: node.engine.spec().compatibility_digest,
         blocks: missing.to_vec(),
         units: node.arena.units(),
-        held: Held { blocks: u32::try_from(held).unwrap_or(u32::MAX), hash: last_held.unwrap_or_default() },
+        held: Held { blocks: u32::try_from(held).unwrap_or(u32::MAX), hash: last_held },
         owner: lease.clone(),
         lease: terms.lease.min(request.deadline.saturating_duration_since(clock::now())),
     };

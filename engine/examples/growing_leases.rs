@@ -15,6 +15,8 @@ use tandem_engine::{
     Engine, EngineError, Prefix, SamplingParams, SchedulerConfig, SequenceEvent, SequenceRequest, SimulatedConfig,
     SimulatedExecutor, Speculate,
 };
+use tandem_proto::hash::sequence_hashes;
+use tandem_proto::{CacheSalt, SequenceKey};
 use tokio::task::LocalSet;
 use tokio::time::{Instant, sleep, timeout_at};
 
@@ -109,13 +111,13 @@ async fn ask(engine: &Engine, reserve: Reserve, rng: &mut StdRng, seen: &Seen) -
     let prompt: Vec<u32> = (0..rng.random_range(16..=64)).map(|_| rng.random_range(3..1000)).collect();
     let (answer, begun) = (rng.random_range(192..=320), Instant::now());
     let (pool, spec) = (engine.pool(), engine.spec());
-    let hashes = tandem_proto::hash::sequence_hashes(spec.model_digest, &prompt, spec.block_tokens);
+    let hashes = sequence_hashes(SequenceKey::new(spec.model_digest, CacheSalt::NONE), &prompt, spec.block_tokens);
     let new_tokens = match reserve {
         Reserve::WorstCase => MAX_TOKENS,
         Reserve::Prompt => 2,
     };
     let kv_tokens = SequenceRequest::kv_tokens(prompt.len(), new_tokens, spec.max_context_tokens);
-    let prefix = Prefix { cache_salt: 0, hashes: &hashes, tokens: prompt.len() };
+    let prefix = Prefix { cache_salt: CacheSalt::NONE, hashes: &hashes, tokens: prompt.len() };
     let lease = pool.reserve_prefix(pool.blocks_for(kv_tokens), prefix).await?;
     let mut stream = engine.submit(SequenceRequest {
         id: String::new(),

@@ -17,7 +17,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tandem_proto::SequenceHash;
+use tandem_proto::{CacheSalt, SequenceHash};
 use tokio::sync::{oneshot, watch};
 
 use crate::error::EngineError;
@@ -58,7 +58,7 @@ struct Waiter {
 #[derive(Clone)]
 struct Want {
     blocks: usize,
-    cache_salt: u64,
+    cache_salt: CacheSalt,
     /// Of the blocks that may be shared.
     prefix: Vec<SequenceHash>,
 }
@@ -66,9 +66,9 @@ struct Want {
 /// The tokens that a lease is for, as the cache knows them.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Prefix<'a> {
-    /// What the hashes begin with, beside the model (see [`tandem_proto::hash::hash_root`]): blocks that the sequence
-    /// computes are cached under it, too. 0: none.
-    pub cache_salt: u64,
+    /// Of the key of the hashes (see [`tandem_proto::SequenceKey`]): blocks that the sequence computes are cached under
+    /// it, too.
+    pub cache_salt: CacheSalt,
     /// Sequence hashes of the prompt's blocks; that of a last partial block is ignored.
     pub hashes: &'a [SequenceHash],
     /// Tokens of the prompt. The last one is always computed, since its logits give the next token: a prompt of
@@ -214,7 +214,7 @@ impl BlockPool {
     }
 
     /// A lease of no blocks, for a sequence of this salt.
-    pub(crate) fn nothing(&self, cache_salt: u64) -> KvLease {
+    pub(crate) fn nothing(&self, cache_salt: CacheSalt) -> KvLease {
         KvLease::new(&self.0, Taken { blocks: Vec::new(), cache_salt, shared: 0, prefix: None })
     }
 
@@ -266,7 +266,7 @@ impl Drop for Place<'_> {
 /// Blocks just taken: `shared` of them at the head are cached ones.
 struct Taken {
     blocks: Vec<u32>,
-    cache_salt: u64,
+    cache_salt: CacheSalt,
     shared: usize,
     /// Names the shared ones.
     prefix: Option<SequenceHash>,
@@ -352,7 +352,7 @@ impl Inner {
 /// a transfer in flight: the blocks are free again when the last of them lets go.
 pub struct KvLease {
     blocks: Vec<u32>,
-    cache_salt: u64,
+    cache_salt: CacheSalt,
     shared: usize,
     prefix: Option<SequenceHash>,
     /// Blocks at the head that are not to be written: the shared ones, and those of this lease that are cached since.
@@ -381,7 +381,7 @@ impl KvLease {
     }
 
     /// Of the [`Prefix`] that the lease was taken for: what is cached of its sequence is cached under this salt.
-    pub(crate) fn cache_salt(&self) -> u64 {
+    pub(crate) fn cache_salt(&self) -> CacheSalt {
         self.cache_salt
     }
 

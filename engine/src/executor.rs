@@ -211,7 +211,7 @@ pub enum Chosen {
 pub struct EngineSpec {
     /// For people.
     pub model_name: String,
-    /// XXH3-64 of the model's weights and settings; the salt of its sequence hashes.
+    /// XXH3-64 of the model's weights and settings; in the key of its sequence hashes.
     pub model_digest: u64,
     /// Equal on two nodes whose KV blocks mean the same; see [`EngineSpec::sealed`].
     pub compatibility_digest: u64,

@@ -41,6 +41,7 @@
 //! ```
 //! # use std::sync::Arc;
 //! # use tandem_engine::*;
+//! # use tandem_proto::{CacheSalt, SequenceKey};
 //! # async fn example(sampling: Arc<SamplingParams>) -> Result<(), EngineError> {
 //! let executor = SimulatedExecutor::new(&SimulatedConfig::default())?;
 //! let limits = SchedulerConfig {
@@ -54,8 +55,9 @@
 //!
 //! let prompt = vec![11, 12, 13];
 //! let spec = engine.spec();
-//! let hashes = tandem_proto::hash::sequence_hashes(spec.model_digest, &prompt, spec.block_tokens);
-//! let prefix = Prefix { cache_salt: 0, hashes: &hashes, tokens: prompt.len() };
+//! let key = SequenceKey::new(spec.model_digest, CacheSalt::NONE);
+//! let hashes = tandem_proto::hash::sequence_hashes(key, &prompt, spec.block_tokens);
+//! let prefix = Prefix { cache_salt: CacheSalt::NONE, hashes: &hashes, tokens: prompt.len() };
 //! let lease = engine.pool().reserve_prefix(engine.pool().blocks_for(prompt.len() + 32), prefix).await?;
 //! let mut stream = engine.submit(SequenceRequest {
 //!     id: "example".into(),

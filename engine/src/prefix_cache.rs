@@ -156,6 +156,10 @@ mod tests {
 
     use super::*;
 
+    fn hash(number: u32) -> SequenceHash {
+        u128::from(number).into()
+    }
+
     fn follow(known: &mut HashSet<SequenceHash>, update: CacheUpdate) -> u64 {
         match update {
             CacheUpdate::Events { events, next } => {
@@ -176,13 +180,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_reader_knows_what_is_cached(actions in prop::collection::vec((0u32..40, 0u64..60, 0u8..4), 0..400)) {
+        fn a_reader_knows_what_is_cached(actions in prop::collection::vec((0u32..40, 0u32..60, 0u8..4), 0..400)) {
             let (mut cache, mut held) = (PrefixCache::default(), HashSet::new());
             let (mut known, mut next) = (HashSet::new(), 0);
-            for (block, hash, action) in actions {
+            for (block, number, action) in actions {
                 match action {
                     0 => if held.insert(block) { cache.hold(block) },
-                    1 => if held.contains(&block) { cache.insert(hash, block); },
+                    1 => if held.contains(&block) { cache.insert(hash(number), block); },
                     2 => if held.remove(&block) { cache.release(block); },
                     _ => if let Some(block) = cache.evict() { prop_assert!(!held.contains(&block)) },
                 }
@@ -201,15 +205,15 @@ mod tests {
     fn the_log_is_bounded_and_a_gap_gives_a_snapshot() {
         let mut cache = PrefixCache::default();
         for block in 0..EVENT_LOG as u32 {
-            cache.insert(u64::from(block) * 2, block);
+            cache.insert(hash(block * 2), block);
         }
         let CacheUpdate::Events { events, next } = cache.events_since(0) else { panic!("all are known") };
         assert_eq!((events.len(), next), (EVENT_LOG, EVENT_LOG as u64));
-        cache.insert(1, EVENT_LOG as u32);
+        cache.insert(hash(1), EVENT_LOG as u32);
         assert!(matches!(cache.events_since(0), CacheUpdate::Snapshot { stored, .. } if stored.len() == EVENT_LOG + 1));
         assert_eq!(
             cache.events_since(next),
-            CacheUpdate::Events { events: vec![CacheEvent::Stored(1)], next: next + 1 }
+            CacheUpdate::Events { events: vec![CacheEvent::Stored(hash(1))], next: next + 1 }
         );
     }
 
@@ -217,7 +221,7 @@ mod tests {
     fn the_end_of_the_least_recently_held_sequence_goes_first() {
         let mut cache = PrefixCache::default();
         for block in 0..6 {
-            cache.insert(100 + u64::from(block), block);
+            cache.insert(hash(100 + block), block);
         }
         // Two sequences: blocks 0 1 2 and 3 4 5; the first is held again and let go of.
         [2, 1, 0, 5, 4, 3].iter().for_each(|&block| assert!(cache.release(block)));
@@ -231,9 +235,10 @@ mod tests {
     #[test]
     fn a_hash_has_one_block_and_a_block_one_hash() {
         let mut cache = PrefixCache::default();
-        assert!(cache.insert(7, 0));
-        assert!(!cache.insert(7, 1) && !cache.insert(8, 0));
-        assert_eq!((cache.lookup(&[7, 8]), cache.lookup(&[8, 7])), (vec![0], vec![]));
+        let [seven, eight] = [hash(7), hash(8)];
+        assert!(cache.insert(seven, 0));
+        assert!(!cache.insert(seven, 1) && !cache.insert(eight, 0));
+        assert_eq!((cache.lookup(&[seven, eight]), cache.lookup(&[eight, seven])), (vec![0], vec![]));
         assert!(!cache.release(1), "it was never cached");
     }
 }

@@ -2,7 +2,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use tandem_proto::hash::{hash_root, sequence_hashes};
+use tandem_proto::SequenceKey;
+use tandem_proto::hash::sequence_hashes;
 
 use crate::blocks::{BlockPool, KvLease};
 use crate::error::EngineError;
@@ -130,8 +131,8 @@ impl SequenceRequest {
             return Err(EngineError::InvalidArgument(why));
         }
         let shared = &self.tokens[..self.lease.cached_tokens()];
-        let root = hash_root(spec.model_digest, self.lease.cache_salt());
-        if self.lease.prefix() != sequence_hashes(root, shared, spec.block_tokens).last().copied() {
+        let key = SequenceKey::new(spec.model_digest, self.lease.cache_salt());
+        if self.lease.prefix() != sequence_hashes(key, shared, spec.block_tokens).last().copied() {
             return Err(EngineError::InvalidArgument("the lease shares blocks of another prompt".into()));
         }
         Ok(())

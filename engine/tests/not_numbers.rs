@@ -15,6 +15,7 @@ use tandem_engine::{
     Speculate,
 };
 use tandem_proto::hash::sequence_hashes;
+use tandem_proto::{CacheSalt, SequenceKey};
 
 const VOCAB: usize = 96;
 const BLOCKS: usize = 32;
@@ -144,8 +145,8 @@ fn prompt(len: usize) -> Vec<u32> {
 /// As a node reserves for a prompt.
 fn lease(engine: &Engine, tokens: &[u32]) -> Arc<KvLease> {
     let (spec, pool) = (engine.spec(), engine.pool());
-    let hashes = sequence_hashes(spec.model_digest, tokens, spec.block_tokens);
-    let prefix = Prefix { cache_salt: 0, hashes: &hashes, tokens: tokens.len() };
+    let hashes = sequence_hashes(SequenceKey::new(spec.model_digest, CacheSalt::NONE), tokens, spec.block_tokens);
+    let prefix = Prefix { cache_salt: CacheSalt::NONE, hashes: &hashes, tokens: tokens.len() };
     Arc::new(pool.try_reserve_prefix(pool.blocks_for(LONGER + 8), prefix).expect("room"))
 }
 

@@ -15,6 +15,7 @@ use tandem_engine::{
 };
 use tandem_memory::KvMemory;
 use tandem_proto::hash::sequence_hashes;
+use tandem_proto::{CacheSalt, SequenceKey};
 
 const LIMITS: SchedulerConfig = SchedulerConfig {
     max_running: 32,
@@ -211,10 +212,10 @@ impl Executor for Timed {
 
 async fn request(engine: &Engine, tokens: &[u32], max_new_tokens: u32) -> (SequenceRequest, usize) {
     let (spec, pool) = (engine.spec(), engine.pool());
-    let hashes = sequence_hashes(spec.model_digest, tokens, spec.block_tokens);
+    let hashes = sequence_hashes(SequenceKey::new(spec.model_digest, CacheSalt::NONE), tokens, spec.block_tokens);
     let blocks = pool.blocks_for(SequenceRequest::kv_tokens(tokens.len(), max_new_tokens, spec.max_context_tokens));
     let lease = pool
-        .reserve_prefix(blocks, Prefix { cache_salt: 0, hashes: &hashes, tokens: tokens.len() })
+        .reserve_prefix(blocks, Prefix { cache_salt: CacheSalt::NONE, hashes: &hashes, tokens: tokens.len() })
         .await
         .expect("fits");
     let cached = lease.cached_tokens();

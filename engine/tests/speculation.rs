@@ -14,6 +14,7 @@ use tandem_engine::{
 };
 use tandem_memory::KvMemory;
 use tandem_proto::hash::sequence_hashes;
+use tandem_proto::{CacheSalt, SequenceKey};
 
 const BLOCKS: usize = 512;
 /// Of each kind of kernels.
@@ -112,8 +113,8 @@ struct Answer {
 
 async fn answer(engine: &Engine, job: &Job) -> (Answer, Drafts) {
     let (spec, pool) = (engine.spec(), engine.pool());
-    let hashes = sequence_hashes(spec.model_digest, &job.prompt, spec.block_tokens);
-    let prefix = Prefix { cache_salt: 0, hashes: &hashes, tokens: job.prompt.len() };
+    let hashes = sequence_hashes(SequenceKey::new(spec.model_digest, CacheSalt::NONE), &job.prompt, spec.block_tokens);
+    let prefix = Prefix { cache_salt: CacheSalt::NONE, hashes: &hashes, tokens: job.prompt.len() };
     let lease = pool.reserve_prefix(pool.blocks_for(job.prompt.len() + 1), prefix).await.expect("room");
     let request = SequenceRequest {
         id: "test".into(),

@@ -8,7 +8,7 @@ use prost::Message;
 use tandem_kvtransfer::handshake::{Hello, Secret, Welcome};
 use tandem_kvtransfer::wire::{HEADER_BYTES, Header, encode_seal, parse_seal};
 use tandem_proto::v1::{self, node_report::Report, transport_info::Reach};
-use tandem_proto::{Error, HandoffId, Life, TraceContext, TraceState, spans, ways};
+use tandem_proto::{Error, HandoffId, Life, SequenceHash, TraceContext, TraceState, spans, ways};
 use tandem_router::membership::{Ask, Expected, MAX_NODES, Membership};
 use tandem_router::select::Wish;
 use tandem_router::traces::{Class, Ended, Form, Traces};
@@ -51,7 +51,11 @@ fn node_reports(mut data: &[u8]) {
             }
             Some(Report::Load(load)) => membership.report(session, &load, now),
             Some(Report::Draining(_)) => membership.draining(session, now),
-            Some(Report::KvEvents(events)) => drop(membership.kv_events(session, &events, now)),
+            Some(Report::KvEvents(events)) => {
+                if let Ok(changes) = events.try_into() {
+                    let _ = membership.kv_events(session, &changes, now);
+                }
+            }
             Some(Report::Spans(packed)) => drop(traces.stray(&packed)),
             Some(Report::ClockProbe(_)) | None => {}
         }
@@ -60,7 +64,7 @@ fn node_reports(mut data: &[u8]) {
             1 => membership.expire(now),
             _ => {}
         }
-        let (hashes, tokens) = ([u64::from(*which), 1, 2], u32::from(*what) << (which % 25));
+        let (hashes, tokens) = ([u128::from(*which), 1, 2].map(Into::into), u32::from(*what) << (which % 25));
         let ask = Ask { prompt_tokens: tokens, max_tokens: tokens, hashes: &hashes };
         let routed = membership.route(ask, &Wish::default(), now);
         let _ = membership.predict(ask, now);
@@ -113,7 +117,8 @@ fn report_seeds() -> Vec<Vec<u8>> {
         step_cost: Some(step_cost),
         ..v1::Load::default()
     });
-    let events = Report::KvEvents(v1::KvEvents { first: 0, snapshot: true, hashes: vec![1, 2, 3], removed: vec![2] });
+    let hashes = SequenceHash::all_to_wire(&[1, 2, 3].map(Into::into));
+    let events = Report::KvEvents(v1::KvEvents { first: 0, snapshot: true, hashes, removed: vec![2] });
     let all = [
         register(v1::Role::Prefill, "p0"),
         register(v1::Role::Decode, "d0"),

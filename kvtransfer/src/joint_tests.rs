@@ -318,7 +318,7 @@ impl World {
 
     fn seal(&mut self) {
         let ticket = ticket();
-        let seal = seal::seal_for(&self.from, &self.from_blocks, &ticket, 77, vec![5; BLOCKS as usize]);
+        let seal = seal::seal_for(&self.from, &self.from_blocks, &ticket, 77, vec![5.into(); BLOCKS as usize]);
         let payload = self.delivery.seal(&seal).expect("short");
         self.send(Header::Seal(ID), payload);
         self.delivery.sealed(self.now);
@@ -467,7 +467,7 @@ impl World {
 
     fn checked(&mut self) {
         let (Some(arrived), Some(manifest)) = (self.arrived.take(), self.manifest.take()) else { return };
-        let expected = Expected { prompt_tokens: 77, sequence_hashes: vec![5; BLOCKS as usize] };
+        let expected = Expected { prompt_tokens: 77, sequence_hashes: vec![5.into(); BLOCKS as usize] };
         match seal::verify(&arrived.seal, &ticket(), &expected, || manifest.finish()) {
             Ok(()) => {
                 if self.sessions.verified(ID).is_some() {

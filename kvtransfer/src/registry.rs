@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tandem_proto::{HandoffId, v1};
+use tandem_proto::{HandoffId, SequenceHash, v1};
 use tokio::sync::{Notify, Semaphore, oneshot};
 
 use crate::arena::Arena;
@@ -139,7 +139,7 @@ impl Registry {
             block_bytes,
             lease_ms: grant.lease.as_millis().try_into().unwrap_or(u32::MAX),
             held_blocks: grant.held.blocks,
-            held_hash: grant.held.hash,
+            held_hash: grant.held.hash.map(SequenceHash::to_wire).unwrap_or_default(),
             units: units.into(),
             key: Some(v1::HandoffKey { secret: rand::random::<[u8; KEY_BYTES]>().to_vec() }),
             joints: joints::of(&grant.blocks),

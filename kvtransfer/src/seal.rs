@@ -3,7 +3,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use tandem_proto::hash::checksum_of_leaves;
-use tandem_proto::{HandoffId, v1};
+use tandem_proto::{HandoffId, SequenceHash, v1};
 
 use crate::arena::{Arena, Run};
 use crate::error::Refusal;
@@ -168,7 +168,7 @@ pub fn seal_for(
     blocks: &[u32],
     ticket: &v1::Ticket,
     prompt_tokens: u32,
-    sequence_hashes: Vec<u64>,
+    sequence_hashes: Vec<SequenceHash>,
 ) -> v1::Seal {
     v1::Seal {
         handoff_id: ticket.handoff_id.clone(),
@@ -176,7 +176,7 @@ pub fn seal_for(
         decode_incarnation: ticket.decode_incarnation,
         compatibility_digest: ticket.compatibility_digest,
         prompt_tokens,
-        sequence_hashes,
+        sequence_hashes: SequenceHash::all_to_wire(&sequence_hashes),
         checksums: blocks.iter().map(|block| arena.checksum(*block)).collect(),
         ..Default::default()
     }
@@ -184,7 +184,7 @@ pub fn seal_for(
 
 /// Everything that must hold before anybody reads the blocks. `checksums` are those of the blocks in the arena, one
 /// each; they are asked for last. A mismatch names the block and not the leaf: the leaves' hashes are not in the seal,
-/// which would grow from 8 bytes a block to 1/512 of all bytes, and whoever gets the refusal sends or computes whole
+/// which would grow from 24 bytes a block to 1/512 of all bytes, and whoever gets the refusal sends or computes whole
 /// blocks anyway.
 pub(crate) fn verify(
     seal: &v1::Seal,
@@ -206,10 +206,11 @@ pub(crate) fn verify(
         return Err(Refusal::WrongPrompt);
     }
     let n = ticket.blocks as usize;
-    if seal.sequence_hashes.len() != n || seal.checksums.len() != n || expected.sequence_hashes.len() != n {
+    let sequence_hashes = SequenceHash::all_from_wire(&seal.sequence_hashes).map_err(|_| Refusal::Malformed)?;
+    if sequence_hashes.len() != n || seal.checksums.len() != n || expected.sequence_hashes.len() != n {
         return Err(Refusal::WrongPrompt);
     }
-    let differs = seal.sequence_hashes.iter().zip(&expected.sequence_hashes).position(|(a, b)| a != b);
+    let differs = sequence_hashes.iter().zip(&expected.sequence_hashes).position(|(a, b)| a != b);
     if let Some(index) = differs {
         return Err(Refusal::WrongSequence(index as u32));
     }

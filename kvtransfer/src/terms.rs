@@ -4,7 +4,7 @@ use std::any::Any;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tandem_proto::{HandoffId, Incarnation, v1};
+use tandem_proto::{HandoffId, Incarnation, SequenceHash, v1};
 
 use crate::joints::Joints;
 
@@ -42,8 +42,8 @@ pub struct Grant {
 pub struct Held {
     /// Number of blocks.
     pub blocks: u32,
-    /// Sequence hash of the last of them; 0 without any.
-    pub hash: u64,
+    /// Of the last of them, if there is one.
+    pub hash: Option<SequenceHash>,
 }
 
 /// What the KV must be to be accepted.
@@ -52,7 +52,7 @@ pub struct Expected {
     /// Tokens whose KV is handed off.
     pub prompt_tokens: u32,
     /// One per block.
-    pub sequence_hashes: Vec<u64>,
+    pub sequence_hashes: Vec<SequenceHash>,
 }
 
 /// Ranges that arrived one behind the other, all of the same units: whole blocks, or a group of layers.

@@ -21,7 +21,7 @@ use crate::error::Refusal;
 /// Bytes of every header.
 pub const HEADER_BYTES: usize = 32;
 /// Largest seal payload: a hand-off of 100,000 blocks fits.
-pub const MAX_SEAL_BYTES: usize = 2 << 20;
+pub const MAX_SEAL_BYTES: usize = 3 << 20;
 /// Largest build id of a hello.
 pub const MAX_HELLO_BYTES: usize = 256;
 

@@ -68,9 +68,9 @@ impl Pair {
         let send = async {
             let mut outgoing = self.sender.open(&ticket).await?;
             outgoing.push(0, &blocks, Arc::new(())).await?;
-            outgoing.seal(seal_for(&self.from, &blocks, &ticket, 9, vec![5; 3])).await
+            outgoing.seal(seal_for(&self.from, &blocks, &ticket, 9, vec![5.into(); 3])).await
         };
-        let expected = Expected { prompt_tokens: 9, sequence_hashes: vec![5; 3] };
+        let expected = Expected { prompt_tokens: 9, sequence_hashes: vec![5.into(); 3] };
         let (sent, verified) = tokio::join!(send, incoming.verified(expected));
         assert_eq!((sent.expect("sent").blocks, verified.expect("verified").blocks), (3, 3));
         assert!(blocks.iter().zip([4, 5, 1]).all(|(a, b)| self.from.checksum(*a) == self.to.checksum(b)));
@@ -167,8 +167,14 @@ fn garbled_ticket(rng: &mut StdRng, honest: &v1::Ticket) -> Option<v1::Ticket> {
 
 /// Without what says nothing of who may open it.
 fn matters(ticket: &v1::Ticket) -> v1::Ticket {
-    let mut ticket =
-        v1::Ticket { held_blocks: 0, held_hash: 0, lease_ms: 0, compatibility_digest: 0, units: 1, ..ticket.clone() };
+    let mut ticket = v1::Ticket {
+        held_blocks: 0,
+        held_hash: Vec::new(),
+        lease_ms: 0,
+        compatibility_digest: 0,
+        units: 1,
+        ..ticket.clone()
+    };
     ticket.transport.iter_mut().for_each(|transport| transport.name.clear());
     // They say only where frames are cut.
     if !ticket.joints.contains(&0)

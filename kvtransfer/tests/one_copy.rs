@@ -83,13 +83,13 @@ async fn hand_off(
     let (source, target) = (vec![1, 2, 3, 9], vec![30, 4, 5, 7]);
     let incoming = receiver.accept(grant(1, target)).expect("accept");
     let ticket = incoming.ticket();
-    let seal = seal_for(from, &source, &ticket, 9, vec![5; 4]);
+    let seal = seal_for(from, &source, &ticket, 9, vec![5.into(); 4]);
     let send = async {
         let mut outgoing = sender.open(&ticket).await?;
         outgoing.push(0, &source, owner).await?;
         outgoing.seal(seal).await
     };
-    let expected = Expected { prompt_tokens: 9, sequence_hashes: vec![5; 4] };
+    let expected = Expected { prompt_tokens: 9, sequence_hashes: vec![5.into(); 4] };
     let both = async { tokio::join!(send, incoming.verified(expected)) };
     tokio::time::timeout(PROMPT, both).await.expect("in time").1
 }
@@ -212,7 +212,7 @@ async fn attacked(from: &Arc<Arena>, incoming: Incoming, handoff: HandoffId, run
             (0..1000).for_each(|_| stranger.turn());
         }
     });
-    let expected = Expected { prompt_tokens: 9, sequence_hashes: vec![5] };
+    let expected = Expected { prompt_tokens: 9, sequence_hashes: vec![5.into()] };
     let verdict = tokio::time::timeout(PROMPT, incoming.verified(expected)).await;
     over.store(true, Relaxed);
     attack.join().expect("no panic");

@@ -70,9 +70,9 @@ async fn hand_over(sender: &Arc<dyn Transport>, from: &Arena, receiver: &Arc<dyn
         lease: Duration::from_secs(20),
     };
     let incoming = receiver.accept(grant).expect("accept");
-    let seal = seal_for(from, &[2, 5], &incoming.ticket(), 9, vec![5; 2]);
+    let seal = seal_for(from, &[2, 5], &incoming.ticket(), 9, vec![5.into(); 2]);
     let mut outgoing = sender.open(&incoming.ticket()).await.expect("open");
-    let verified = tokio::spawn(incoming.verified(Expected { prompt_tokens: 9, sequence_hashes: vec![5; 2] }));
+    let verified = tokio::spawn(incoming.verified(Expected { prompt_tokens: 9, sequence_hashes: vec![5.into(); 2] }));
     for layer in 0..3 {
         outgoing.push_units(layer..layer + 1, 0, &[2, 5], Arc::new(())).await.expect("push");
     }

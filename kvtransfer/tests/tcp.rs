@@ -138,8 +138,8 @@ async fn overheard(protection: Protection) -> Vec<u8> {
     let ticket = incoming.ticket();
     let mut outgoing = sender.open(&ticket).await.expect("open");
     outgoing.push(0, &[1, 2], Arc::new(())).await.expect("push");
-    let seal = seal_for(&from, &[1, 2], &ticket, 9, vec![5; 2]);
-    let expected = Expected { prompt_tokens: 9, sequence_hashes: vec![5; 2] };
+    let seal = seal_for(&from, &[1, 2], &ticket, 9, vec![5.into(); 2]);
+    let expected = Expected { prompt_tokens: 9, sequence_hashes: vec![5.into(); 2] };
     let (receipt, verified) = tokio::join!(outgoing.seal(seal), incoming.verified(expected));
     assert_eq!((receipt.expect("receipt").blocks, verified.expect("verified").blocks), (2, 2));
     assert_eq!((to.checksum(2), to.checksum(0)), (from.checksum(1), from.checksum(2)));

@@ -58,8 +58,8 @@ async fn the_name_says_what_ucx_chose_and_scattered_blocks_arrive() {
         let ticket = incoming.ticket();
         let mut outgoing = sender.open(&ticket).await.expect("open");
         outgoing.push(0, &source, Arc::new(())).await.expect("push");
-        let seal = seal_for(&from, &source, &ticket, 9, vec![5; 16]);
-        let expected = Expected { prompt_tokens: 9, sequence_hashes: vec![5; 16] };
+        let seal = seal_for(&from, &source, &ticket, 9, vec![5.into(); 16]);
+        let expected = Expected { prompt_tokens: 9, sequence_hashes: vec![5.into(); 16] };
         let (receipt, verified) = tokio::join!(outgoing.seal(seal), incoming.verified(expected));
         assert_eq!(receipt.expect("receipt").descriptors, 4);
         let verified = verified.expect("verified");
@@ -139,8 +139,8 @@ async fn five_thousand_garbled_tickets_are_refused_and_honest_ones_beside_them_s
         }
         let mut outgoing = sender.open(&ticket).await.expect("open");
         outgoing.push(0, &[2, 3], Arc::new(())).await.expect("push");
-        let seal = seal_for(&from, &[2, 3], &ticket, 9, vec![5; 2]);
-        let expected = Expected { prompt_tokens: 9, sequence_hashes: vec![5; 2] };
+        let seal = seal_for(&from, &[2, 3], &ticket, 9, vec![5.into(); 2]);
+        let expected = Expected { prompt_tokens: 9, sequence_hashes: vec![5.into(); 2] };
         let (receipt, verified) = tokio::join!(outgoing.seal(seal), incoming.verified(expected));
         assert_eq!((receipt.expect("receipt").blocks, verified.expect("verified").blocks), (2, 2));
     }

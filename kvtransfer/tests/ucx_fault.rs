@@ -499,7 +499,7 @@ fn seal(arena: &Arena, ticket: &v1::Ticket) -> v1::Seal {
 }
 
 fn expected() -> Expected {
-    Expected { prompt_tokens: 9, sequence_hashes: vec![5; BLOCKS as usize] }
+    Expected { prompt_tokens: 9, sequence_hashes: vec![5.into(); BLOCKS as usize] }
 }
 
 /// The receiver errs when the owner was dropped.

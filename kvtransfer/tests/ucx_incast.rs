@@ -73,7 +73,7 @@ async fn incast(profile: UcxProfile, one_copy: bool) -> Option<Arc<UcxTransport>
     let receiver = or_skip(UcxTransport::start(to.clone(), config))?;
     let handoffs = (0..SENDERS).map(|number| {
         let incoming = receiver.accept(grant(number)).expect("accept");
-        let expected = || Expected { prompt_tokens: 9, sequence_hashes: vec![5; BLOCKS as usize] };
+        let expected = || Expected { prompt_tokens: 9, sequence_hashes: vec![5.into(); BLOCKS as usize] };
         let to = to.clone();
         async move {
             let from = arena(BLOCKS, u64::from(number) + 1);

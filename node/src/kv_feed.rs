@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 
 use tandem_engine::prefix_cache::{CacheEvent, CacheUpdate};
-use tandem_proto::v1;
+use tandem_proto::{SequenceHash, v1};
 
 /// Hashes of a message at most: the router holds its node table for about a third of a millisecond to take them in.
 pub const MOST_HASHES: usize = 1024;
@@ -58,23 +58,24 @@ impl KvFeed {
             }
         }
         let count = self.pending.len().min(MOST_HASHES);
-        let mut message = v1::KvEvents {
-            first: self.next,
-            snapshot: std::mem::take(&mut self.snapshot),
-            hashes: Vec::with_capacity(count),
-            removed: Vec::new(),
-        };
-        self.next += count as u64;
+        let (mut hashes, mut removed) = (Vec::with_capacity(count), Vec::new());
         for (i, event) in self.pending.drain(..count).enumerate() {
-            message.hashes.push(match event {
+            hashes.push(match event {
                 CacheEvent::Stored(hash) => hash,
                 CacheEvent::Removed(hash) => {
-                    message.removed.resize(i / 8 + 1, 0);
-                    message.removed[i / 8] |= 1 << (i % 8);
+                    removed.resize(i / 8 + 1, 0);
+                    removed[i / 8] |= 1 << (i % 8);
                     hash
                 }
             });
         }
+        let message = v1::KvEvents {
+            first: self.next,
+            snapshot: std::mem::take(&mut self.snapshot),
+            hashes: SequenceHash::all_to_wire(&hashes),
+            removed,
+        };
+        self.next += count as u64;
         Some(message)
     }
 }
@@ -91,20 +92,21 @@ mod tests {
     /// What a router knows that follows the messages.
     #[derive(Default)]
     struct Follower {
-        known: HashSet<u64>,
+        known: HashSet<SequenceHash>,
         next: Option<u64>,
     }
 
     impl Follower {
         fn take(&mut self, message: &v1::KvEvents) {
-            assert!(message.hashes.len() <= MOST_HASHES && message.removed.len() <= message.hashes.len().div_ceil(8));
+            let hashes = told(message);
+            assert!(hashes.len() <= MOST_HASHES && message.removed.len() <= hashes.len().div_ceil(8));
             if message.snapshot {
                 self.known.clear();
             } else {
                 assert_eq!(self.next, Some(message.first), "no gap, and a snapshot first");
             }
-            self.next = Some(message.first + message.hashes.len() as u64);
-            for (i, hash) in message.hashes.iter().enumerate() {
+            self.next = Some(message.first + hashes.len() as u64);
+            for (i, hash) in hashes.iter().enumerate() {
                 if message.removed.get(i / 8).is_some_and(|byte| byte >> (i % 8) & 1 == 1) {
                     assert!(self.known.remove(hash));
                 } else {
@@ -114,9 +116,17 @@ mod tests {
         }
     }
 
+    fn told(message: &v1::KvEvents) -> Vec<SequenceHash> {
+        SequenceHash::all_from_wire(&message.hashes).unwrap()
+    }
+
+    fn hash(number: u32) -> SequenceHash {
+        u128::from(number).into()
+    }
+
     fn tell(feed: &mut KvFeed, cache: &PrefixCache, router: &mut Follower) -> Vec<(bool, usize)> {
         let messages = std::iter::from_fn(|| feed.next(|from| cache.events_since(from)));
-        messages.inspect(|message| router.take(message)).map(|told| (told.snapshot, told.hashes.len())).collect()
+        messages.inspect(|message| router.take(message)).map(|of| (of.snapshot, told(&of).len())).collect()
     }
 
     proptest! {
@@ -130,7 +140,7 @@ mod tests {
                 match action {
                     // Enough in a row that the log overflows now and then.
                     0..=2 => for block in (block..block + batch).filter(|block| *block < 40_000) {
-                        if cache.insert(u64::from(block) + 1, block) {
+                        if cache.insert(hash(block + 1), block) {
                             cache.release(block);
                             cached += 1;
                         }
@@ -154,28 +164,29 @@ mod tests {
         let (mut cache, mut feed, mut router) = (PrefixCache::default(), KvFeed::default(), Follower::default());
         assert_eq!(tell(&mut feed, &cache, &mut router), [(true, 0)]);
         assert_eq!(tell(&mut feed, &cache, &mut router), []);
-        cache.insert(5, 0);
+        cache.insert(hash(5), 0);
         cache.release(0);
         cache.evict();
-        cache.insert(6, 0);
+        cache.insert(hash(6), 0);
         let message = feed.next(|from| cache.events_since(from)).unwrap();
-        assert_eq!((message.first, message.hashes, message.removed), (0, vec![5, 5, 6], vec![0b10]));
+        assert_eq!((message.first, told(&message)), (0, [5, 5, 6].map(hash).into()));
+        assert_eq!(message.removed, [0b10]);
     }
 
     #[test]
     fn a_snapshot_comes_in_parts_and_after_an_overflow_another() {
         let (mut cache, mut feed, mut router) = (PrefixCache::default(), KvFeed::default(), Follower::default());
         for block in 0..2_500 {
-            cache.insert(u64::from(block) + 1, block);
+            cache.insert(hash(block + 1), block);
         }
         let parts = [(true, 1_024), (false, 1_024), (false, 452)];
         assert_eq!(tell(&mut feed, &cache, &mut router), parts);
         for block in 9_000..9_100 {
-            cache.insert(u64::from(block) + 1, block);
+            cache.insert(hash(block + 1), block);
         }
         assert_eq!(tell(&mut feed, &cache, &mut router), [(false, 100)]);
         for block in 20_000..20_001 + EVENT_LOG as u32 {
-            cache.insert(u64::from(block) + 1, block);
+            cache.insert(hash(block + 1), block);
         }
         assert!(tell(&mut feed, &cache, &mut router)[0].0);
         feed.start_over();
@@ -187,7 +198,7 @@ mod tests {
     fn a_router_that_asks_amid_a_snapshot_gets_all_of_another() {
         let (mut cache, mut feed, mut router) = (PrefixCache::default(), KvFeed::default(), Follower::default());
         for block in 0..2_000 {
-            cache.insert(u64::from(block) + 1, block);
+            cache.insert(hash(block + 1), block);
         }
         assert!(feed.next(|from| cache.events_since(from)).unwrap().snapshot);
         feed.start_over();

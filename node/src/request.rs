@@ -3,8 +3,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tandem_engine::{Engine, EngineSpec, KvLease, Prefix, SamplingParams, SequenceRequest, TokenLogprob};
-use tandem_proto::hash::{hash_root, sequence_hashes};
-use tandem_proto::{Error, ErrorKind, MAX_PRIORITY, MAX_REQUEST_MS, SequenceHash, TraceContext, TraceState, v1};
+use tandem_proto::hash::sequence_hashes;
+use tandem_proto::{
+    CacheSalt, Error, ErrorKind, MAX_PRIORITY, MAX_REQUEST_MS, SequenceHash, SequenceKey, TraceContext, TraceState, v1,
+};
 use tandem_telemetry::clock;
 
 /// Bounds a request that came without a deadline.
@@ -39,7 +41,7 @@ pub struct CheckedRequest {
     ignore_eos: bool,
     stop_token_ids: Vec<u32>,
     priority: i32,
-    cache_salt: u64,
+    cache_salt: CacheSalt,
     eos_token_id: u32,
     max_context_tokens: usize,
 }
@@ -91,7 +93,7 @@ impl CheckedRequest {
             ignore_eos: spec.ignore_eos,
             stop_token_ids: spec.stop_token_ids,
             priority: priority(spec.priority)?,
-            cache_salt: spec.cache_salt,
+            cache_salt: CacheSalt::from_wire(&spec.cache_salt)?,
             eos_token_id: engine.eos_token_id,
             max_context_tokens: limit,
         })
@@ -115,7 +117,7 @@ impl CheckedRequest {
 
     /// Names of the prompt's blocks.
     pub fn hashes(&self, engine: &EngineSpec) -> Vec<SequenceHash> {
-        sequence_hashes(hash_root(engine.model_digest, self.cache_salt), &self.prompt, engine.block_tokens)
+        sequence_hashes(SequenceKey::new(engine.model_digest, self.cache_salt), &self.prompt, engine.block_tokens)
     }
 
     /// Why the answer ends with its first token, if it does.
@@ -264,7 +266,8 @@ mod tests {
         let (prefix_caching, speculate) = (true, Speculate::Off);
         let limits = SchedulerConfig { max_running: 4, max_step_tokens: 64, inbox: 4, prefix_caching, speculate };
         let engine = Engine::start(Box::new(executor), limits);
-        let of = |cache_salt| {
+        let of = |salt| {
+            let cache_salt = CacheSalt::new([salt; 16]).to_wire();
             CheckedRequest::check(v1::RequestSpec { cache_salt, max_tokens: 1, ..spec() }, engine.spec()).unwrap()
         };
         let mut cached = Vec::new();
@@ -350,6 +353,8 @@ mod tests {
             (v1::RequestSpec { output_tokens: 20, ..spec() }, "output_tokens"),
             (v1::RequestSpec { priority: 11, ..spec() }, "priority"),
             (v1::RequestSpec { priority: i32::MIN, ..spec() }, "priority"),
+            (v1::RequestSpec { cache_salt: vec![1; 8], ..spec() }, "cache_salt"),
+            (v1::RequestSpec { cache_salt: vec![1; 17], ..spec() }, "cache_salt"),
             (v1::RequestSpec { output_tokens: u32::MAX, ..spec() }, "output_tokens"),
             (v1::RequestSpec { sampling: sampling(-1.0, 1.0), ..spec() }, "temperature"),
             (v1::RequestSpec { sampling: sampling(f32::NAN, 1.0), ..spec() }, "temperature"),

@@ -14,7 +14,7 @@ use tandem_proto::hash::sequence_hashes;
 use tandem_proto::v1::membership_server::{Membership, MembershipServer};
 use tandem_proto::v1::node_report::Report;
 use tandem_proto::v1::{ClockReading, KvEvents, Load, NodeReport, Register, Role, RouterReport};
-use tandem_proto::{Error, ErrorKind, Life};
+use tandem_proto::{CacheSalt, Error, ErrorKind, Life, SequenceHash, SequenceKey};
 use tokio::net::TcpListener;
 use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinHandle;
@@ -290,11 +290,11 @@ async fn a_registration_that_is_accepted_too_late_is_not_used() {
 }
 
 /// Has the engine read a prompt of `blocks` full blocks that begins with `start`; the hashes of these.
-async fn read_prompt(node: &Node, start: u32, blocks: usize) -> Vec<u64> {
+async fn read_prompt(node: &Node, start: u32, blocks: usize) -> Vec<SequenceHash> {
     let (pool, spec) = (node.engine.pool(), node.engine.spec());
     let tokens: Vec<u32> = (0..=blocks as u32 * 16).map(|i| start + i % 3).collect();
-    let hashes = sequence_hashes(spec.model_digest, &tokens, spec.block_tokens);
-    let prefix = Prefix { cache_salt: 0, hashes: &hashes, tokens: tokens.len() };
+    let hashes = sequence_hashes(SequenceKey::new(spec.model_digest, CacheSalt::NONE), &tokens, spec.block_tokens);
+    let prefix = Prefix { cache_salt: CacheSalt::NONE, hashes: &hashes, tokens: tokens.len() };
     let lease = pool.reserve_prefix(pool.blocks_for(tokens.len() + 1), prefix).await.unwrap();
     let mut stream = node
         .engine
@@ -317,6 +317,10 @@ async fn read_prompt(node: &Node, start: u32, blocks: usize) -> Vec<u64> {
     hashes[..blocks].to_vec()
 }
 
+fn hashes(events: &KvEvents) -> Vec<SequenceHash> {
+    SequenceHash::all_from_wire(&events.hashes).unwrap()
+}
+
 async fn kv_events(reports: &mut mpsc::Receiver<Report>) -> KvEvents {
     loop {
         if let Report::KvEvents(events) = reports.recv().await.unwrap() {
@@ -336,28 +340,29 @@ async fn tells_what_its_cache_holds_from_a_snapshot_on() {
     let joined = joins(&node, &config, &stop);
 
     registered(&mut reports).await;
-    let Some(Report::KvEvents(mut snapshot)) = reports.recv().await else { panic!("before the first load") };
-    snapshot.hashes.sort_unstable();
+    let Some(Report::KvEvents(snapshot)) = reports.recv().await else { panic!("before the first load") };
+    let mut cached = hashes(&snapshot);
+    cached.sort_unstable();
     let mut expected = before.clone();
     expected.sort_unstable();
-    assert_eq!((snapshot.first, snapshot.snapshot, &snapshot.hashes), (0, true, &expected));
+    assert_eq!((snapshot.first, snapshot.snapshot, cached), (0, true, expected));
     assert!(matches!(reports.recv().await, Some(Report::Load(_))));
 
     let more = read_prompt(&node, 9, 2).await;
     let events = kv_events(&mut reports).await;
-    assert_eq!((events.first, events.snapshot, events.hashes), (2, false, more.clone()));
+    assert_eq!((events.first, events.snapshot, hashes(&events)), (2, false, more.clone()));
     assert!(events.removed.is_empty());
 
     // Seven blocks in all: what is cached has to go.
     drop(node.engine.pool().try_reserve(7).unwrap());
     let events = kv_events(&mut reports).await;
-    assert_eq!((events.first, events.hashes.len(), events.removed), (4, 4, vec![0b1111]));
+    assert_eq!((events.first, hashes(&events).len(), events.removed), (4, 4, vec![0b1111]));
 
     let last = read_prompt(&node, 20, 1).await;
-    assert_eq!(kv_events(&mut reports).await.hashes, last);
+    assert_eq!(hashes(&kv_events(&mut reports).await), last);
     lost_count.notify_one();
     let again = kv_events(&mut reports).await;
-    assert_eq!((again.first, again.snapshot, again.hashes), (9, true, last));
+    assert_eq!((again.first, again.snapshot, hashes(&again)), (9, true, last));
     stop.cancel();
     joined.await.unwrap();
 }

@@ -142,8 +142,13 @@ impl Sender<'_> {
                 "the ticket is for {to_fill} blocks after {held_blocks} held ones, the prompt has {blocks}"
             ));
         }
-        let last_held = held.checked_sub(1).map_or(0, |last| hashes[last]);
-        if ticket.held_hash != last_held {
+        let last_held = held.checked_sub(1).map(|last| hashes[last]);
+        let told = Some(&ticket.held_hash).filter(|told| !told.is_empty());
+        let told = match told.map(|told| SequenceHash::from_wire(told)).transpose() {
+            Ok(told) => told,
+            Err(error) => return incompatible(error.message),
+        };
+        if told != last_held {
             return incompatible(format!("the {held} blocks that the receiver holds are of another prompt"));
         }
         let units = ticket.units.max(1);
@@ -306,7 +311,7 @@ impl Pushing<'_> {
             prefill_incarnation: self.ticket.prefill_incarnation,
             decode_incarnation: self.ticket.decode_incarnation,
             prompt_tokens,
-            sequence_hashes,
+            sequence_hashes: SequenceHash::all_to_wire(&sequence_hashes),
             // Every piece was covered: nothing is left to hash.
             checksums: manifest.finish(),
             first_token: first.token,

@@ -1,38 +1,150 @@
-//! Chained hashes of token blocks and checksums of KV blocks, both XXH3-64
-//! (<https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md>). Not cryptographic: they guard against faults,
-//! the control plane's identities guard against people.
-use xxhash_rust::xxh3::{Xxh3, xxh3_64, xxh3_64_with_seed};
+//! Names of token blocks and checksums of KV blocks.
+//!
+//! A block's name decides whose KV a request reads, so it must not be met on purpose: SipHash-2-4 with 128 bits
+//! (<https://www.aumasson.jp/siphash/siphash.pdf>), under a key that clients do not have. Checksums are XXH3-64
+//! (<https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md>). They guard against faults; the control plane's
+//! identities guard against people.
+use std::fmt;
+use std::hash::Hasher;
+
+use siphasher::sip128::{Hasher128, SipHasher24};
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use crate::BLOCK_TOKENS;
+use crate::error::{Error, ErrorKind};
 
-/// `seq[0] = H(root ‖ tok[0])`, `seq[i] = H(seq[i-1] ‖ tok[i])`: names a block together with everything before it.
-pub type SequenceHash = u64;
+/// Names a block together with everything before it: `seq[i] = H(key, seq[i-1] ‖ tok[i])`, and zero before the first.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SequenceHash([u8; 16]);
 
-/// Where the hashes of a sequence begin: two models never share a block, nor do two cache salts (see
-/// `RequestSpec.cache_salt`). Salt 0 is none, and its root is the model digest.
-pub fn hash_root(model_digest: u64, cache_salt: u64) -> SequenceHash {
-    match cache_salt {
-        0 => model_digest,
-        salt => {
-            let mut words = [0; 16];
-            words[..8].copy_from_slice(&model_digest.to_le_bytes());
-            words[8..].copy_from_slice(&salt.to_le_bytes());
-            xxh3_64(&words)
+impl SequenceHash {
+    /// What stands before a sequence's first block.
+    pub const START: Self = Self([0; 16]);
+
+    /// Reads a field of a wire message.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for anything but 16 bytes.
+    pub fn from_wire(bytes: &[u8]) -> Result<Self, Error> {
+        bytes.try_into().map(Self).map_err(|_| wrong_length("a sequence hash has 16 bytes", bytes))
+    }
+
+    /// Reads a field of many, which stand one after another.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a last one of fewer than 16 bytes.
+    pub fn all_from_wire(bytes: &[u8]) -> Result<Vec<Self>, Error> {
+        match bytes.as_chunks() {
+            (hashes, []) => Ok(hashes.iter().copied().map(Self).collect()),
+            _ => Err(wrong_length("sequence hashes have 16 bytes each", bytes)),
         }
+    }
+
+    /// One as a field of a wire message.
+    pub fn to_wire(self) -> Vec<u8> {
+        self.0.to_vec()
+    }
+
+    /// Many as one field of a wire message.
+    pub fn all_to_wire(hashes: &[Self]) -> Vec<u8> {
+        hashes.iter().map(|hash| hash.0).collect::<Vec<_>>().into_flattened()
     }
 }
 
-/// Hashes of all blocks of `tokens`, the last partial one included (its hash covers the tokens that it has). `root` is
-/// [`hash_root`]'s, or the hash of the block before the first.
-pub fn sequence_hashes(root: SequenceHash, tokens: &[u32], block_tokens: usize) -> Vec<SequenceHash> {
-    let mut previous = root;
-    tokens
-        .chunks(block_tokens)
-        .map(|block| {
-            previous = chain(previous, block);
+impl From<u128> for SequenceHash {
+    fn from(value: u128) -> Self {
+        Self(value.to_le_bytes())
+    }
+}
+
+impl From<SequenceHash> for u128 {
+    fn from(hash: SequenceHash) -> Self {
+        Self::from_le_bytes(hash.0)
+    }
+}
+
+impl fmt::Display for SequenceHash {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for SequenceHash {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SequenceHash({self})")
+    }
+}
+
+/// Requests with one salt may reuse each other's KV. The router derives it from the cluster's secret, the tenant and
+/// what the client says; it is as secret as these.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct CacheSalt([u8; 16]);
+
+impl CacheSalt {
+    /// Of requests that nothing tells from others, in a cluster without a secret.
+    pub const NONE: Self = Self([0; 16]);
+
+    /// These bits, as they were derived.
+    pub const fn new(bits: [u8; 16]) -> Self {
+        Self(bits)
+    }
+
+    /// Reads `RequestSpec.cache_salt`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` (param `cache_salt`) for anything but 16 bytes, or none.
+    pub fn from_wire(bytes: &[u8]) -> Result<Self, Error> {
+        if bytes.is_empty() {
+            return Ok(Self::NONE);
+        }
+        let param = Some("cache_salt");
+        let wrong = |_| Error { param, ..wrong_length("a cache salt has 16 bytes, or none", bytes) };
+        bytes.try_into().map(Self).map_err(wrong)
+    }
+
+    /// As `RequestSpec.cache_salt`.
+    pub fn to_wire(self) -> Vec<u8> {
+        if self == Self::NONE { Vec::new() } else { self.0.to_vec() }
+    }
+}
+
+impl fmt::Debug for CacheSalt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if *self == Self::NONE { "CacheSalt(none)" } else { "CacheSalt(..)" })
+    }
+}
+
+/// Under which the blocks of one model and one [`CacheSalt`] are named: without it nobody can tell what a prompt's
+/// blocks are called, and two keys give names that have nothing to do with each other.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct SequenceKey([u8; 16]);
+
+impl SequenceKey {
+    /// The model's digest, hashed under the salt.
+    pub fn new(model_digest: u64, salt: CacheSalt) -> Self {
+        Self(u128::from(SipHasher24::new_with_key(&salt.0).hash(&model_digest.to_le_bytes())).to_le_bytes())
+    }
+
+    /// Names of the blocks of `tokens`, which stand behind the block `previous`; see [`sequence_hashes`].
+    pub fn hashes_after(self, previous: SequenceHash, tokens: &[u32], block_tokens: usize) -> Vec<SequenceHash> {
+        let (hasher, mut previous) = (SipHasher24::new_with_key(&self.0), previous);
+        let next = |block| {
+            previous = chain(&hasher, previous, block);
             previous
-        })
-        .collect()
+        };
+        tokens.chunks(block_tokens).map(next).collect()
+    }
+}
+
+impl fmt::Debug for SequenceKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("SequenceKey(..)")
+    }
+}
+
+/// Names of all blocks of `tokens`, the last partial one included (its name covers the tokens that it has).
+pub fn sequence_hashes(key: SequenceKey, tokens: &[u32], block_tokens: usize) -> Vec<SequenceHash> {
+    key.hashes_after(SequenceHash::START, tokens, block_tokens)
 }
 
 /// XXH3-64 of a message's bytes.
@@ -67,28 +179,32 @@ pub fn checksum_of_leaves(leaves: &[u64], block_bytes: usize) -> u64 {
 
 /// What a block of [`crate::BLOCK_TOKENS`] needs. One call over contiguous bytes is several times faster than the same
 /// hash in pieces.
-const CHAIN_BYTES: usize = 8 + 4 * BLOCK_TOKENS[BLOCK_TOKENS.len() - 1];
+const CHAIN_BYTES: usize = 16 + 4 * BLOCK_TOKENS[BLOCK_TOKENS.len() - 1];
 
-fn chain(previous: u64, block: &[u32]) -> SequenceHash {
+fn chain(hasher: &SipHasher24, previous: SequenceHash, block: &[u32]) -> SequenceHash {
     let mut buffer = [0; CHAIN_BYTES];
-    match buffer.get_mut(..8 + 4 * block.len()) {
+    match buffer.get_mut(..16 + 4 * block.len()) {
         Some(bytes) => {
-            bytes[..8].copy_from_slice(&previous.to_le_bytes());
-            let tokens = bytes[8..].chunks_exact_mut(4).zip(block);
+            bytes[..16].copy_from_slice(&previous.0);
+            let tokens = bytes[16..].chunks_exact_mut(4).zip(block);
             tokens.for_each(|(bytes, token)| bytes.copy_from_slice(&token.to_le_bytes()));
-            xxh3_64(bytes)
+            u128::from(hasher.hash(bytes)).into()
         }
-        None => chain_in_pieces(previous, block),
+        None => chain_in_pieces(hasher, previous, block),
     }
 }
 
-fn chain_in_pieces(previous: u64, block: &[u32]) -> SequenceHash {
-    let mut hasher = Xxh3::new();
-    hasher.update(&previous.to_le_bytes());
+fn chain_in_pieces(hasher: &SipHasher24, previous: SequenceHash, block: &[u32]) -> SequenceHash {
+    let mut hasher = *hasher;
+    hasher.write(&previous.0);
     for token in block {
-        hasher.update(&token.to_le_bytes());
+        hasher.write(&token.to_le_bytes());
     }
-    hasher.digest()
+    u128::from(hasher.finish128()).into()
+}
+
+fn wrong_length(what: &str, found: &[u8]) -> Error {
+    Error::new(ErrorKind::InvalidArgument, format!("{what}, not {}", found.len()))
 }
 
 #[cfg(test)]
@@ -97,20 +213,23 @@ mod tests {
 
     use super::*;
 
+    const KEY: SequenceKey = SequenceKey(*b"0123456789abcdef");
+
     proptest! {
         #[test]
         fn a_prefix_keeps_its_hashes(tokens in prop::collection::vec(0u32..50_000, 0..200), cut in 0usize..200) {
-            let whole = sequence_hashes(7, &tokens, 16);
+            let whole = sequence_hashes(KEY, &tokens, 16);
             let cut = cut.min(tokens.len()) / 16 * 16;
-            let prefix = sequence_hashes(7, &tokens[..cut], 16);
+            let prefix = sequence_hashes(KEY, &tokens[..cut], 16);
             prop_assert_eq!(&whole[..prefix.len()], &prefix[..]);
         }
 
         #[test]
         fn a_block_has_one_hash_however_it_is_computed(
-            previous: u64, tokens in prop::collection::vec(any::<u32>(), 0..300),
+            key: [u8; 16], previous: [u8; 16], tokens in prop::collection::vec(any::<u32>(), 0..300),
         ) {
-            prop_assert_eq!(chain(previous, &tokens), chain_in_pieces(previous, &tokens));
+            let (hasher, previous) = (SipHasher24::new_with_key(&key), SequenceHash(previous));
+            prop_assert_eq!(chain(&hasher, previous, &tokens), chain_in_pieces(&hasher, previous, &tokens));
         }
 
         #[test]
@@ -120,7 +239,7 @@ mod tests {
             let at = at % tokens.len();
             let mut changed = tokens.clone();
             changed[at] += 1;
-            let (a, b) = (sequence_hashes(7, &tokens, 16), sequence_hashes(7, &changed, 16));
+            let (a, b) = (sequence_hashes(KEY, &tokens, 16), sequence_hashes(KEY, &changed, 16));
             for (i, (x, y)) in a.iter().zip(&b).enumerate() {
                 prop_assert_eq!(x == y, i < at / 16);
             }
@@ -187,11 +306,94 @@ mod tests {
         }
     }
 
+    /// `vectors_sip128` of the authors' implementation (<https://github.com/veorq/SipHash>): key and input are the
+    /// bytes from 0 on.
     #[test]
-    fn the_root_separates_models_and_salts() {
-        let roots = [(1, 0), (2, 0), (1, 1), (2, 1), (1, 2), (2, 2)].map(|(model, salt)| hash_root(model, salt));
-        assert_eq!(roots[..2], [1, 2], "no salt, no difference");
-        let firsts: std::collections::BTreeSet<_> = roots.iter().map(|&root| sequence_hashes(root, &[5], 16)).collect();
-        assert_eq!(firsts.len(), roots.len());
+    fn siphash_is_that_of_its_authors() {
+        let key: [u8; 16] = std::array::from_fn(|i| i as u8);
+        for (length, expected) in [
+            (0, "a3817f04ba25a8e66df67214c7550293"),
+            (1, "da87c1d86b99af44347659119b22fc45"),
+            (7, "a1f1ebbed8dbc153c0b84aa61ff08239"),
+            (8, "3b62a9ba6258f5610f83e264f31497b4"),
+            (16, "6ee2a4ca67b054bbfd3315bf85230577"),
+            (63, "5150d1772f50834a503e069a973fbd7c"),
+        ] {
+            let input: Vec<u8> = (0..length).collect();
+            let hash = SequenceHash::from(u128::from(SipHasher24::new_with_key(&key).hash(&input)));
+            assert_eq!(hash.to_string(), expected, "{length} bytes");
+        }
+    }
+
+    /// Computed by a program of its own, in Python, which gives the vectors above too.
+    #[test]
+    fn names_are_those_of_another_implementation() {
+        let tokens: Vec<u32> = (0..40).collect();
+        let names = |salt| {
+            let names = sequence_hashes(SequenceKey::new(0x1122_3344_5566_7788, salt), &tokens, 16);
+            names.iter().map(ToString::to_string).collect::<Vec<_>>()
+        };
+        let plain = [
+            "d2769772576428a6a254610e2fa67a09",
+            "365b60e7edc4d530536e60380b3aca4f",
+            "ae61472440f83eca0b32184701fc2c56",
+        ];
+        let salted = [
+            "b900fac709d9a198cdc7d8b46e7d882e",
+            "63a4f36ab0329d10abecefb087666dbf",
+            "ee21ba2d1811a7551f637757b23be498",
+        ];
+        assert_eq!(names(CacheSalt::NONE), plain);
+        assert_eq!(names(CacheSalt::new(std::array::from_fn(|i| i as u8))), salted);
+    }
+
+    #[test]
+    fn another_model_or_salt_gives_unrelated_names() {
+        let salts = [[0; 16], [1; 16], [[0; 15].as_slice(), &[1]].concat().try_into().unwrap()].map(CacheSalt::new);
+        let keys = [1, 2].map(|model| salts.map(|salt| SequenceKey::new(model, salt)));
+        let names: Vec<_> = keys.as_flattened().iter().map(|key| sequence_hashes(*key, &[5; 1600], 16)).collect();
+        let all: std::collections::BTreeSet<_> = names.iter().flatten().collect();
+        assert_eq!(all.len(), 6 * 100);
+        // As random ones would: 64 of the 128 bits differ, give or take 5.7.
+        for (i, a) in names.iter().enumerate() {
+            for b in &names[..i] {
+                let differ = a.iter().zip(b).map(|(a, b)| (u128::from(*a) ^ u128::from(*b)).count_ones());
+                assert!(differ.sum::<u32>().abs_diff(6_400) < 400, "key {i}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_chain_goes_on_where_it_was_cut() {
+        let tokens: Vec<u32> = (0..100).collect();
+        let (whole, head) = (sequence_hashes(KEY, &tokens, 16), sequence_hashes(KEY, &tokens[..48], 16));
+        assert_eq!(whole, [head.clone(), KEY.hashes_after(head[2], &tokens[48..], 16)].concat());
+    }
+
+    #[test]
+    fn other_lengths_are_no_hashes() {
+        let hashes = [3, 1 << 100].map(SequenceHash::from);
+        let wire = SequenceHash::all_to_wire(&hashes);
+        assert_eq!(SequenceHash::all_from_wire(&wire).unwrap(), hashes);
+        assert_eq!(SequenceHash::from_wire(&hashes[1].to_wire()).unwrap(), hashes[1]);
+        assert_eq!(SequenceHash::all_from_wire(&[]).unwrap(), []);
+        for length in (0..32).filter(|length| *length != 16) {
+            let error = SequenceHash::from_wire(&wire[..length]).unwrap_err();
+            assert_eq!(error.kind, ErrorKind::InvalidArgument);
+            assert_eq!(error.message, format!("a sequence hash has 16 bytes, not {length}"));
+            assert_eq!(SequenceHash::all_from_wire(&wire[..length]).is_err(), length != 0);
+            assert_eq!(CacheSalt::from_wire(&wire[..length]).is_err(), length != 0);
+        }
+        assert_eq!(CacheSalt::from_wire(&wire[..15]).unwrap_err().param, Some("cache_salt"));
+        for salt in [CacheSalt::NONE, CacheSalt::new([7; 16])] {
+            assert_eq!(CacheSalt::from_wire(&salt.to_wire()).unwrap(), salt);
+        }
+    }
+
+    #[test]
+    fn keys_and_salts_are_not_printed() {
+        let salt = CacheSalt::new([0xcd; 16]);
+        let printed = format!("{salt:?} {:?}", SequenceKey::new(1, salt));
+        assert_eq!(printed, "CacheSalt(..) SequenceKey(..)");
     }
 }

@@ -1,7 +1,7 @@
 //! Tandem's words, shared by every process: no I/O, no async code of our own.
 //!
 //! - [`ids`]: incarnation, life and hand-off id. Random values come from the caller's generator.
-//! - [`hash`]: sequence hashes of token blocks and checksums of bytes, those of KV blocks among them.
+//! - [`hash`]: sequence hashes of token blocks, under which key, and checksums of bytes, those of KV blocks among them.
 //! - [`model`]: the digest of a model that is a directory.
 //! - [`error`]: what went wrong, by what the caller does next, and its gRPC status.
 //! - [`sampling`]: which numbers a sampling request may hold.
@@ -38,7 +38,7 @@ pub mod v1 {
 use std::time::Duration;
 
 pub use error::{ERROR_KINDS, Error, ErrorCode, ErrorKind};
-pub use hash::SequenceHash;
+pub use hash::{CacheSalt, SequenceHash, SequenceKey};
 pub use ids::{HandoffId, Incarnation, LIFE_HEADER, Life};
 pub use trace::TraceContext;
 pub use tracestate::TraceState;
@@ -56,7 +56,7 @@ pub const MAX_PRIORITY: i32 = 10;
 
 /// Changes when the meaning of a wire message, of a sequence hash or of the arena layout changes. Part of the
 /// compatibility digest; a router takes no node of another one.
-pub const PROTOCOL_VERSION: u32 = 8;
+pub const PROTOCOL_VERSION: u32 = 9;
 
 /// A node ends a call that has not said by then what it is for.
 pub const START_TIMEOUT: Duration = Duration::from_secs(10);

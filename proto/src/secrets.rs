@@ -1,8 +1,8 @@
-//! `Debug` of the messages that hold a hand-off's key, or a ticket with one: whatever prints a message prints no
-//! secret.
+//! `Debug` of the messages that hold a hand-off's key, a ticket with one, or a cache salt: whatever prints a message
+//! prints no secret.
 use std::fmt;
 
-use crate::v1::{Deliver, HandoffKey, Reserved};
+use crate::v1::{Deliver, HandoffKey, RequestSpec, Reserved};
 
 impl fmt::Debug for HandoffKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -23,12 +23,21 @@ impl fmt::Debug for Reserved {
     }
 }
 
+/// Its prompt is long, and not for logs either.
+impl fmt::Debug for RequestSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { request_id, prompt, output_tokens, max_tokens, .. } = self;
+        let (id, prompt) = (request_id, prompt.len());
+        write!(f, "RequestSpec({id:?}: {prompt} tokens, {output_tokens} of them output, {max_tokens} more)")
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use prost::Message;
 
     use crate::v1::{
-        DecodeEvent, Deliver, HandoffKey, PrefillCommand, Reserved, Ticket, decode_event, prefill_command,
+        DecodeEvent, Deliver, HandoffKey, PrefillCommand, RequestSpec, Reserved, Ticket, decode_event, prefill_command,
     };
 
     /// As numbers and as text, as `Debug` may print bytes.
@@ -46,7 +55,9 @@ mod tests {
         let command = PrefillCommand { command: Some(prefill_command::Command::Deliver(deliver)) };
         let reserved = Reserved { ticket: bytes, blocks: 7, held_blocks: 0 };
         let event = DecodeEvent { event: Some(decode_event::Event::Reserved(reserved)) };
-        for printed in [format!("{ticket:?}"), format!("{command:?}"), format!("{event:#?}")] {
+        let spec = RequestSpec { cache_salt: vec![0xcd; 16], ..RequestSpec::default() };
+        let start = PrefillCommand { command: Some(prefill_command::Command::Start(spec)) };
+        for printed in [format!("{ticket:?}"), format!("{command:?}"), format!("{event:#?}"), format!("{start:?}")] {
             assert!(!tells(&printed), "{printed}");
         }
         assert!(format!("{ticket:?}").contains("blocks: 7"), "the rest is printed");

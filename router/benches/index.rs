@@ -8,8 +8,8 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use tandem_proto::hash::sequence_hashes;
-use tandem_proto::{SequenceHash, v1};
-use tandem_router::index::PrefixIndex;
+use tandem_proto::{CacheSalt, SequenceHash, SequenceKey};
+use tandem_router::index::{CacheChanges, PrefixIndex};
 
 const NODES: u64 = 1_000;
 /// Of a prompt.
@@ -33,8 +33,9 @@ fn main() {
         println!();
     }
     let tokens: Vec<u32> = (0..BLOCKS as u32 * 16).collect();
+    let key = SequenceKey::new(7, CacheSalt::NONE);
     println!("hashes of a prompt, once for each attempt");
-    row("16,000 tokens", 1, time(201, || drop(black_box(sequence_hashes(7, black_box(&tokens), 16)))));
+    row("16,000 tokens", 1, time(201, || drop(black_box(sequence_hashes(key, black_box(&tokens), 16)))));
 }
 
 type Prompt = Vec<SequenceHash>;
@@ -46,7 +47,8 @@ fn hashes(prompt: u64, blocks: usize) -> Prompt {
         let x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
         x ^ x >> 31
     };
-    (0..blocks as u64).map(|block| spread(prompt << 32 | block)).collect()
+    let name = |number| u128::from(spread(number)) << 64 | u128::from(spread(!number));
+    (0..blocks as u64).map(|block| name(prompt << 32 | block).into()).collect()
 }
 
 struct Cluster {
@@ -69,7 +71,7 @@ impl Cluster {
     fn tell(&mut self, node: u64, snapshot: bool, hashes: &[SequenceHash], removed: bool) {
         let next = &mut self.next[node as usize];
         let removed = if removed { vec![u8::MAX; hashes.len().div_ceil(8)] } else { Vec::new() };
-        let events = v1::KvEvents { first: *next, snapshot, hashes: hashes.to_vec(), removed };
+        let events = CacheChanges { first: *next, snapshot, hashes: hashes.to_vec(), removed };
         *next += hashes.len() as u64;
         self.index.apply(node, &events).unwrap();
     }

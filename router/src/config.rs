@@ -178,7 +178,7 @@ struct Flags {
     /// taken
     #[arg(long, value_name = "PERCENT", default_value_t = 10, value_parser = clap::value_parser!(u32).range(0..=100))]
     near_optimal_percent: u32,
-    /// KV blocks in the router's index of what nodes have cached; about 45 bytes each, least recently used ones are
+    /// KV blocks in the router's index of what nodes have cached; about 50 bytes each, least recently used ones are
     /// dropped
     #[arg(long, value_name = "N", default_value_t = DEFAULT_INDEX_BLOCKS as u32, value_parser = clap::value_parser!(u32).range(1..=1_000_000_000))]
     index_blocks: u32,

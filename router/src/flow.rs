@@ -28,7 +28,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tandem_proto::{Error, ErrorKind, TraceContext, v1};
+use tandem_proto::{CacheSalt, Error, ErrorKind, TraceContext, v1};
 use tandem_telemetry::{Exporter, Notes, clock, request_span};
 use tokio::sync::mpsc::{self, error::TrySendError};
 use tokio_util::sync::CancellationToken;
@@ -91,7 +91,7 @@ pub struct Shared {
 
 impl Shared {
     /// Requests that may reuse each other's KV have the same.
-    fn cache_salt(&self, request: &GenerationRequest) -> u64 {
+    fn cache_salt(&self, request: &GenerationRequest) -> CacheSalt {
         self.cache_salts.of(&request.tenant, &request.cache_salt)
     }
 
@@ -291,7 +291,7 @@ impl Run {
     /// What is left to do, as nodes are chosen for it.
     fn tokens(&self) -> Tokens {
         let membership = &self.shared.membership;
-        self.progress.tokens(membership.hash_root(self.progress.cache_salt()), membership.block_tokens())
+        self.progress.tokens(membership.sequence_key(self.progress.cache_salt()), membership.block_tokens())
     }
 
     /// Moves events until the answer is complete or the attempt fails.

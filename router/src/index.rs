@@ -1,8 +1,8 @@
 //! The prefix index: which node holds the KV of which block, by the block's sequence hash, as the nodes'
-//! [`v1::KvEvents`] tell it. Pure and synchronous; who asks nodes for a snapshot is [`crate::membership`]'s matter.
+//! [`CacheChanges`] tell it. Pure and synchronous; who asks nodes for a snapshot is [`crate::membership`]'s matter.
 //!
-//! - `places.rs`: hash → entry. `entries.rs`: the entries in the order of their use. `holders.rs`: sets of nodes, each
-//!   kept once.
+//! - `changes.rs`: what nodes tell. `places.rs`: hash → entry. `entries.rs`: the entries in the order of their use.
+//!   `holders.rs`: sets of nodes, each kept once.
 //!
 //! **Look-up.** [`PrefixIndex::matches`] walks along the prompt with the set of nodes that hold all of it so far, and
 //! stops when nobody is left. Nothing is skipped: a node may lack a block and hold later ones (it evicts the ends of
@@ -12,25 +12,27 @@
 //! time.
 //!
 //! **Bounds.** `limit` hashes; beyond it the least recently used one is forgotten (used: stored, or matched by a
-//! prompt). The sets are bounded by an eighth of it. Worst case 24 bytes a hash, 11 to 22 for its place, 27 for its
+//! prompt). The sets are bounded by an eighth of it. Worst case 28 bytes a hash, 11 to 22 for its place, 27 for its
 //! share of the sets. To forget is always safe: a node's later `removed` of such a hash changes nothing.
 //!
 //! **One owner.** It lives in the node table, under its one lock. Measured (docs/benchmarks/router.md; 1,000 nodes,
 //! 4,000,000 hashes): a look-up of 1,000 blocks 6 to 8 µs when they are in a cache, 24 to 39 µs when not, a change 0.06
 //! to 0.31 µs, a message of 1,024 new hashes 0.3 ms, a node's death 25 µs. 1,000 nodes that cache 100 new blocks a
 //! second each hold the lock 3 % of the time: shards or a lock of its own would buy nothing yet.
+mod changes;
 mod entries;
 mod holders;
 mod places;
 
 use std::collections::HashMap;
 
-use tandem_proto::{SequenceHash, v1};
+use tandem_proto::SequenceHash;
 
+pub use changes::CacheChanges;
 use entries::Entries;
 pub use holders::MOST_NODES;
 use holders::{HolderSets, NOBODY, members};
-use places::{Places, mix};
+use places::{Places, place_of};
 
 /// Hashes that are looked up before the first of them is needed.
 const BATCH: usize = 32;
@@ -135,9 +137,9 @@ impl PrefixIndex {
     ///
     /// # Errors
     /// [`Gap`], at the first message after one was lost; further ones are ignored until a snapshot comes.
-    pub fn apply(&mut self, session: u64, events: &v1::KvEvents) -> Result<(), Gap> {
+    pub fn apply(&mut self, session: u64, changes: &CacheChanges) -> Result<(), Gap> {
         let Some(node) = self.node(session) else { return Ok(()) };
-        if events.snapshot {
+        if changes.snapshot {
             self.forget(node);
         } else {
             let expected = match self.streams[usize::from(node)].state {
@@ -145,16 +147,16 @@ impl PrefixIndex {
                 State::New => None,
                 State::Expects(number) => Some(number),
             };
-            if expected != Some(events.first) {
+            if expected != Some(changes.first) {
                 self.streams[usize::from(node)].state = State::Stale;
                 self.gaps += 1;
-                return Err(Gap { expected, found: events.first });
+                return Err(Gap { expected, found: changes.first });
             }
         }
-        let next = events.first.wrapping_add(events.hashes.len() as u64);
+        let next = changes.first.wrapping_add(changes.hashes.len() as u64);
         self.streams[usize::from(node)].state = State::Expects(next);
-        self.change(node, events);
-        self.sweep(SWEEP + 2 * events.hashes.len());
+        self.change(node, changes);
+        self.sweep(SWEEP + 2 * changes.hashes.len());
         Ok(())
     }
 
@@ -245,18 +247,18 @@ impl PrefixIndex {
         }
     }
 
-    fn change(&mut self, node: u16, events: &v1::KvEvents) {
+    fn change(&mut self, node: u16, changes: &CacheChanges) {
         // The blocks of a sequence are told in order: each is used less than the one before it, so that a forgotten end
         // leaves a beginning, and not the other way round.
         let mut newer = None;
-        for (number, batch) in events.hashes.chunks(BATCH).enumerate() {
+        for (number, batch) in changes.hashes.chunks(BATCH).enumerate() {
             let found = self.find_all(batch);
             for (i, (hash, found)) in batch.iter().zip(found).enumerate() {
                 // Those before it in the batch may have moved it.
                 let is_there = |id: &u32| self.entries.at(*id).is_some_and(|entry| entry.hash == *hash);
                 let found = found.filter(is_there).or_else(|| self.find(*hash));
                 let at = number * BATCH + i;
-                let removed = events.removed.get(at / 8).is_some_and(|byte| byte >> (at % 8) & 1 == 1);
+                let removed = changes.removed.get(at / 8).is_some_and(|byte| byte >> (at % 8) & 1 == 1);
                 match found {
                     Some(id) if removed => {
                         let gone = self.take_from(node, id);
@@ -301,7 +303,7 @@ impl PrefixIndex {
             return newer;
         };
         let id = self.entries.add(hash, set, newer);
-        self.places.insert(mix(hash, self.seed), id);
+        self.places.insert(place_of(hash, self.seed), id);
         self.streams[usize::from(node)].hashes += 1;
         Some(id)
     }
@@ -340,7 +342,7 @@ impl PrefixIndex {
 
     fn drop_entry(&mut self, id: u32) {
         let entry = self.entries.remove(id);
-        self.places.remove(mix(entry.hash, self.seed), id);
+        self.places.remove(place_of(entry.hash, self.seed), id);
         self.sets.release(entry.set);
     }
 
@@ -360,12 +362,12 @@ impl PrefixIndex {
     }
 
     fn find(&self, hash: SequenceHash) -> Option<u32> {
-        self.places.find(mix(hash, self.seed), |id| self.entries.get(id).hash == hash)
+        self.places.find(place_of(hash, self.seed), |id| self.entries.get(id).hash == hash)
     }
 
     /// The entries of at most [`BATCH`] hashes.
     fn find_all(&self, hashes: &[SequenceHash]) -> [Option<u32>; BATCH] {
-        let mixed: [u64; BATCH] = std::array::from_fn(|i| hashes.get(i).map_or(0, |hash| mix(*hash, self.seed)));
+        let mixed: [u64; BATCH] = std::array::from_fn(|i| hashes.get(i).map_or(0, |hash| place_of(*hash, self.seed)));
         let firsts = mixed.map(|mixed| self.places.first(mixed));
         std::array::from_fn(|i| {
             let hash = *hashes.get(i)?;

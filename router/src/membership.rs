@@ -35,12 +35,11 @@ use tandem_telemetry::clock;
 use http::uri::Authority;
 use serde_json::json;
 use tandem_ports::{JoinGuard, JoinToken, NodeTls};
-use tandem_proto::hash::hash_root;
-use tandem_proto::{Error, SequenceHash, v1};
+use tandem_proto::{CacheSalt, Error, SequenceHash, SequenceKey, v1};
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 
-use crate::index::{Gap, IndexTotals, MOST_NODES, PrefixIndex};
+use crate::index::{CacheChanges, Gap, IndexTotals, MOST_NODES, PrefixIndex};
 use crate::select::ways::Fallbacks;
 use crate::select::{self, LocalPrefill, Need, NoPair, Wish};
 pub use accepts::{Accepts, NotYet};
@@ -275,8 +274,8 @@ impl Membership {
     ///
     /// # Errors
     /// [`Gap`]: the node is to be asked for a snapshot, once.
-    pub fn kv_events(&self, session: u64, events: &v1::KvEvents, now: Instant) -> Result<(), Gap> {
-        lock(&self.table).kv_events(session, events, now)
+    pub fn kv_events(&self, session: u64, changes: &CacheChanges, now: Instant) -> Result<(), Gap> {
+        lock(&self.table).kv_events(session, changes, now)
     }
 
     /// The node takes no new work from now on.
@@ -411,9 +410,9 @@ impl Membership {
         lock(&self.table).block_tokens()
     }
 
-    /// Where the sequence hashes of requests with this salt begin.
-    pub fn hash_root(&self, cache_salt: u64) -> SequenceHash {
-        hash_root(self.expected.model_digest, cache_salt)
+    /// Under which the blocks of requests with this salt are named.
+    pub fn sequence_key(&self, cache_salt: CacheSalt) -> SequenceKey {
+        SequenceKey::new(self.expected.model_digest, cache_salt)
     }
 
     /// What the routers of this cluster know and its clients do not, for cache salts; none without a join token.

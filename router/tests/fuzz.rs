@@ -18,6 +18,7 @@ use proptest::strategy::ValueTree;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use prost::Message;
 use serde_json::{Value, json};
+use tandem_proto::SequenceHash;
 use tandem_proto::v1::{self, node_report::Report, transport_info::Reach};
 use tandem_router::api::Service;
 use tandem_router::limits::Limits;
@@ -389,7 +390,12 @@ fn reports() -> impl Strategy<Value = Report> {
             Report::Load(v1::Load { step_cost, ..load })
         },
     );
-    let events = (any::<u64>(), any::<bool>(), vec(any::<u64>(), 0..40), vec(any::<u8>(), 0..8));
+    let hashes = vec(any::<u128>().prop_map(SequenceHash::from), 0..40);
+    let hashes = prop_oneof![
+        4 => hashes.prop_map(|hashes| SequenceHash::all_to_wire(&hashes)),
+        1 => vec(any::<u8>(), 0..40),
+    ];
+    let events = (any::<u64>(), any::<bool>(), hashes, vec(any::<u8>(), 0..8));
     let events = events.prop_map(|(first, snapshot, hashes, removed)| {
         Report::KvEvents(v1::KvEvents { first, snapshot, hashes, removed })
     });

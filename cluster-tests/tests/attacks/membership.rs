@@ -295,7 +295,8 @@ async fn absurd(target: &Target) -> anyhow::Result<String> {
             others: Some(v1::CallCounts { requests: u32::MAX, prompts: u32::MAX, prompt_tokens: u64::MAX }),
         };
         says(&sent, Report::Load(load)).await?;
-        let events = v1::KvEvents { first: u64::MAX, snapshot: false, hashes: vec![1; 1000], removed: vec![0xff; 125] };
+        let (hashes, removed) = (vec![1; 16 * 1000], vec![0xff; 125]);
+        let events = v1::KvEvents { first: u64::MAX, snapshot: false, hashes, removed };
         says(&sent, Report::KvEvents(events)).await?;
         says(&sent, Report::Spans(crate::sockets::noise(9, 10_000))).await?;
         says(&sent, Report::ClockProbe(v1::ClockProbe { sent_unix_ns: u64::MAX })).await?;

@@ -289,7 +289,7 @@ fn word(block: u32, at: usize) -> u64 {
 }
 
 fn expected() -> Expected {
-    Expected { prompt_tokens: 9, sequence_hashes: vec![5; SENT.len()] }
+    Expected { prompt_tokens: 9, sequence_hashes: vec![5.into(); SENT.len()] }
 }
 
 fn unhex(text: &str) -> Vec<u8> {

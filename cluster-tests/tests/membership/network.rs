@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rand::Rng;
 use rand::rngs::StdRng;
-use tandem_proto::v1;
+use tandem_proto::{SequenceHash, v1};
 
 /// Since the start of the run.
 pub type Time = Duration;
@@ -60,7 +60,7 @@ pub enum Message {
 #[derive(Clone, Debug)]
 pub enum Work {
     /// Reads a prompt with these blocks.
-    Prefill(Vec<u64>),
+    Prefill(Vec<SequenceHash>),
     /// Generates tokens from this position to that one.
     Decode(u32, u32),
 }

@@ -8,7 +8,7 @@ use tandem_engine::prefix_cache::PrefixCache;
 use tandem_node::kv_feed::KvFeed;
 use tandem_node::lease::Lease;
 use tandem_node::lives::{Lives, Member, Session};
-use tandem_proto::{Life, v1};
+use tandem_proto::{Life, SequenceHash, v1};
 
 use super::Bug;
 use super::ledger::LEASE;
@@ -44,7 +44,7 @@ pub struct Task {
 
 enum Kind {
     /// Reads a prompt; then hands over to that call of that node.
-    Prefill { hashes: Vec<u64>, read: bool, to: Option<(usize, Call)> },
+    Prefill { hashes: Vec<SequenceHash>, read: bool, to: Option<(usize, Call)> },
     /// Waits for KV, then generates.
     Decode { next: u32, end: u32, sealed: bool },
 }
@@ -326,7 +326,7 @@ impl Node {
         }
     }
 
-    fn keep(&mut self, hashes: &[u64]) {
+    fn keep(&mut self, hashes: &[SequenceHash]) {
         for hash in hashes {
             self.blocks += 1;
             if self.cache.insert(*hash, self.blocks) {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::FutureExt;
-use tandem_proto::v1;
+use tandem_proto::{SequenceHash, v1};
 use tandem_router::membership::{Ask, Expected, Membership, Node, Route};
 use tandem_router::select::{LocalPrefill, Wish};
 
@@ -18,7 +18,7 @@ pub const WATCH: Duration = Duration::from_millis(10);
 
 /// A request here.
 pub struct Request {
-    pub hashes: Vec<u64>,
+    pub hashes: Vec<SequenceHash>,
     /// Tokens of the whole answer, and those that the client has.
     pub tokens: u32,
     pub have: u32,
@@ -87,7 +87,8 @@ impl Router {
             }
             Message::Kv(stream, events) => {
                 let Some((_, of)) = self.sessions.get(&stream) else { return Vec::new() };
-                match self.membership.kv_events(of.session, &events, at(now)) {
+                let changes = events.try_into().expect("whole hashes");
+                match self.membership.kv_events(of.session, &changes, at(now)) {
                     Ok(()) => Vec::new(),
                     Err(_) => vec![Effect::Tell(node, Message::WantsSnapshot(stream))],
                 }
@@ -136,7 +137,7 @@ impl Router {
     }
 
     /// Takes in a client's request.
-    pub fn takes(&mut self, request: u64, hashes: Vec<u64>, tokens: u32, now: Time) -> Vec<Effect> {
+    pub fn takes(&mut self, request: u64, hashes: Vec<SequenceHash>, tokens: u32, now: Time) -> Vec<Effect> {
         self.requests.insert(request, Request { hashes, tokens, have: 0, attempt: None });
         self.routes(request, now)
     }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
+use tandem_proto::SequenceHash;
 use tandem_proto::v1::Role;
 use tandem_router::membership::Ask;
 use tandem_router::select::Wish;
@@ -515,6 +516,6 @@ impl World {
 }
 
 /// The blocks' hashes of a prompt: those of one family begin alike.
-fn chain(family: usize, blocks: usize) -> Vec<u64> {
-    (1..=blocks as u64).map(|block| (family as u64 + 1) << 32 | block).collect()
+fn chain(family: usize, blocks: usize) -> Vec<SequenceHash> {
+    (1..=blocks as u128).map(|block| ((family as u128 + 1) << 32 | block).into()).collect()
 }

@@ -299,9 +299,10 @@ async fn a_ticket_that_does_not_fit_is_told_and_the_wait_for_another_one_is_boun
     let mut pair = Nodes::new("").pair(settings, MemFaults::default()).await;
     let spec = seeded(11, 100, 4);
     type Change = fn(&mut Ticket);
-    let wrong: [(Change, &str); 4] = [
-        (|ticket| (ticket.held_blocks, ticket.blocks, ticket.held_hash) = (2, 5, 1), "of another prompt"),
-        (|ticket| ticket.held_hash = 9, "of another prompt"),
+    let wrong: [(Change, &str); 5] = [
+        (|ticket| (ticket.held_blocks, ticket.blocks, ticket.held_hash) = (2, 5, vec![1; 16]), "of another prompt"),
+        (|ticket| ticket.held_hash = vec![9; 16], "of another prompt"),
+        (|ticket| ticket.held_hash = vec![9; 8], "a sequence hash has 16 bytes, not 8"),
         (|ticket| ticket.blocks = 6, "the prompt has 7"),
         (|ticket| ticket.prefill_incarnation += 1, "another incarnation"),
     ];

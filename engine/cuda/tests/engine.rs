@@ -7,14 +7,16 @@ use std::time::Duration;
 
 use support::*;
 use tandem_engine::{Engine, Executor, Prefix, SchedulerConfig, SequenceEvent, Speculate};
+use tandem_proto::hash::sequence_hashes;
+use tandem_proto::{CacheSalt, SequenceKey};
 
 /// Gaps between the two best logits in which rounding to bf16 may choose either.
 const TIE: f32 = 0.15;
 
 async fn answer(engine: &Engine, tokens: Vec<u32>, max_new_tokens: u32) -> Vec<u32> {
     let (pool, spec) = (engine.pool(), engine.spec());
-    let hashes = tandem_proto::hash::sequence_hashes(spec.model_digest, &tokens, spec.block_tokens);
-    let prefix = Prefix { cache_salt: 0, hashes: &hashes, tokens: tokens.len() };
+    let hashes = sequence_hashes(SequenceKey::new(spec.model_digest, CacheSalt::NONE), &tokens, spec.block_tokens);
+    let prefix = Prefix { cache_salt: CacheSalt::NONE, hashes: &hashes, tokens: tokens.len() };
     let blocks = pool.blocks_for(tokens.len() + max_new_tokens as usize);
     let lease = pool.reserve_prefix(blocks, prefix).await.expect("room");
     let request = request(Arc::new(lease), tokens, max_new_tokens);

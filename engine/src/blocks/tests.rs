@@ -5,6 +5,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 
 use proptest::prelude::*;
+use tandem_proto::SequenceKey;
 use tandem_proto::hash::sequence_hashes;
 
 use super::*;
@@ -25,7 +26,7 @@ impl Request {
         let half = self.blocks * 16 / 2;
         let tokens: Vec<u32> =
             (0..self.blocks * 16).map(|i| if i < half { self.family } else { self.member }).collect();
-        sequence_hashes(0, &tokens, 16)
+        sequence_hashes(SequenceKey::new(0, CacheSalt::NONE), &tokens, 16)
     }
 }
 
@@ -64,7 +65,9 @@ fn action() -> impl Strategy<Value = Action> {
 
 fn waiting(pool: &BlockPool, n: usize, hashes: Vec<SequenceHash>) -> Reserving {
     let pool = pool.clone();
-    Box::pin(async move { pool.reserve_prefix(n, Prefix { cache_salt: 0, hashes: &hashes, tokens: n * 16 }).await })
+    Box::pin(async move {
+        pool.reserve_prefix(n, Prefix { cache_salt: CacheSalt::NONE, hashes: &hashes, tokens: n * 16 }).await
+    })
 }
 
 fn poll_all(waiters: &mut Vec<(Request, Reserving)>, leases: &mut Vec<(Request, Arc<KvLease>)>) {
@@ -105,14 +108,14 @@ proptest! {
             match action {
                 Action::Try(request) => {
                     let prefix = request.hashes();
-                    let prefix = Prefix { cache_salt: 0, hashes: &prefix, tokens: request.blocks * 16 };
+                    let prefix = Prefix { cache_salt: CacheSalt::NONE, hashes: &prefix, tokens: request.blocks * 16 };
                     let lease = pool.try_reserve_prefix(request.blocks, prefix);
                     leases.extend(lease.map(|lease| (request, Arc::new(lease))));
                     prop_assert!(pool.free() == free || pool.free() >= kept, "a reservation took what is kept");
                 }
                 Action::Again(request, spare) => {
                     let prefix = request.hashes();
-                    let prefix = Prefix { cache_salt: 0, hashes: &prefix, tokens: request.blocks * 16 };
+                    let prefix = Prefix { cache_salt: CacheSalt::NONE, hashes: &prefix, tokens: request.blocks * 16 };
                     let has = pool.has_again(request.blocks, prefix, spare);
                     let lease = pool.take_again(request.blocks, prefix, spare);
                     prop_assert_eq!(has, lease.is_some());
@@ -227,7 +230,7 @@ fn a_waiter_that_leaves_gives_way_whatever_it_was_given() {
 #[test]
 fn blocks_are_shared_up_to_the_last_token() {
     let pool = BlockPool::new(8, 16);
-    let hashes = sequence_hashes(0, &[5; 64], 16);
+    let hashes = sequence_hashes(SequenceKey::new(0, CacheSalt::NONE), &[5; 64], 16);
     let first = pool.try_reserve(4).unwrap();
     let readers = [pool.cache_growth(), pool.cache_growth()];
     let grew = || readers.each_ref().map(|reader| reader.has_changed().unwrap());
@@ -236,7 +239,8 @@ fn blocks_are_shared_up_to_the_last_token() {
     assert_eq!(grew(), [true, true]);
     assert_eq!((first.cached_tokens(), first.read_only_tokens()), (0, 64));
     let shared = |tokens| {
-        let lease = pool.try_reserve_prefix(4, Prefix { cache_salt: 0, hashes: &hashes, tokens }).unwrap();
+        let lease =
+            pool.try_reserve_prefix(4, Prefix { cache_salt: CacheSalt::NONE, hashes: &hashes, tokens }).unwrap();
         (
             lease.cached_tokens(),
             lease.blocks()[..lease.cached_tokens() / 16] == first.blocks()[..lease.cached_tokens() / 16],
@@ -248,7 +252,9 @@ fn blocks_are_shared_up_to_the_last_token() {
     );
     // While the first lease lives, its blocks take no room: three such requests fit the four blocks left.
     let others: Vec<_> = (0..3)
-        .map(|_| pool.try_reserve_prefix(4, Prefix { cache_salt: 0, hashes: &hashes, tokens: 64 }).unwrap())
+        .map(|_| {
+            pool.try_reserve_prefix(4, Prefix { cache_salt: CacheSalt::NONE, hashes: &hashes, tokens: 64 }).unwrap()
+        })
         .collect();
     assert_eq!((pool.free(), others.len()), (1, 3));
     drop((first, others));
@@ -262,9 +268,10 @@ fn blocks_are_shared_up_to_the_last_token() {
 #[test]
 fn nothing_is_cached_when_it_is_off() {
     let pool = BlockPool::with_prefix_caching(8, 16, false);
-    let hashes = sequence_hashes(0, &[5; 64], 16);
+    let hashes = sequence_hashes(SequenceKey::new(0, CacheSalt::NONE), &[5; 64], 16);
     pool.try_reserve(4).unwrap().publish(0, &hashes);
-    let again = pool.try_reserve_prefix(4, Prefix { cache_salt: 0, hashes: &hashes, tokens: 64 }).unwrap();
+    let again =
+        pool.try_reserve_prefix(4, Prefix { cache_salt: CacheSalt::NONE, hashes: &hashes, tokens: 64 }).unwrap();
     assert_eq!((again.cached_tokens(), pool.cached()), (0, 0));
 }
 

@@ -3,8 +3,8 @@
 //! `scheduler.rs`.
 use std::sync::Arc;
 
-use tandem_proto::SequenceHash;
-use tandem_proto::hash::{hash_root, sequence_hashes};
+use tandem_proto::hash::sequence_hashes;
+use tandem_proto::{SequenceHash, SequenceKey};
 
 use super::Rank;
 use crate::blocks::{BlockPool, Prefix};
@@ -20,8 +20,8 @@ pub(super) struct Sequence {
     /// Length of `tokens` on arrival.
     pub given: usize,
     pub rank: Rank,
-    /// Its hashes begin here.
-    root: SequenceHash,
+    /// Of its hashes.
+    key: SequenceKey,
     cached: Cached,
     /// Tokens whose computation was told.
     pub told: usize,
@@ -38,7 +38,7 @@ pub(super) struct Sequence {
 /// How much of a sequence is in the prefix cache.
 struct Cached {
     blocks: usize,
-    /// Hash of the last of them, or the root.
+    /// Of the last of them.
     hash: SequenceHash,
 }
 
@@ -86,15 +86,15 @@ fn must_be_seen(item: &BatchItem) -> bool {
 impl Sequence {
     /// One that has come; `eos_token_id` and `model_digest` are the model's.
     pub fn new(request: SequenceRequest, rank: Rank, eos_token_id: u32, model_digest: u64) -> Self {
-        let root = hash_root(model_digest, request.lease.cache_salt());
+        let key = SequenceKey::new(model_digest, request.lease.cache_salt());
         let ends = (request.sampling.min_tokens > 0).then(|| request.ends(eos_token_id).collect());
         Self {
             given: request.tokens.len(),
             told: request.computed,
             request,
             rank,
-            root,
-            cached: Cached { blocks: 0, hash: root },
+            key,
+            cached: Cached { blocks: 0, hash: SequenceHash::START },
             hashes: Vec::new(),
             chosen: false,
             ahead: Ahead::default(),
@@ -122,8 +122,8 @@ impl Sequence {
         self.request.lease = Arc::new(pool.nothing(self.request.lease.cache_salt()));
         self.request.computed = 0;
         self.chosen = false;
-        self.cached = Cached { blocks: 0, hash: self.root };
-        self.hashes = sequence_hashes(self.root, &self.request.tokens, pool.block_tokens());
+        self.cached = Cached { blocks: 0, hash: SequenceHash::START };
+        self.hashes = sequence_hashes(self.key, &self.request.tokens, pool.block_tokens());
     }
 
     /// Where its next step begins.
@@ -161,7 +161,7 @@ impl Sequence {
     pub fn cache_blocks(&mut self, full: usize, block_tokens: usize) {
         let Cached { blocks, hash } = &mut self.cached;
         let tokens = self.request.tokens.get(*blocks * block_tokens..full * block_tokens).unwrap_or_default();
-        let hashes = sequence_hashes(*hash, tokens, block_tokens);
+        let hashes = self.key.hashes_after(*hash, tokens, block_tokens);
         if let Some(&last) = hashes.last() {
             self.request.lease.publish(*blocks, &hashes);
             (*blocks, *hash) = (full, last);

@@ -5,7 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use proptest::prelude::*;
-use tandem_proto::hash::{hash_root, sequence_hashes};
+use tandem_proto::hash::sequence_hashes;
+use tandem_proto::{CacheSalt, SequenceKey};
 
 use super::*;
 use crate::blocks::{BlockPool, Prefix};
@@ -196,9 +197,10 @@ fn blocks_are_cached_as_they_fill() {
     let (pool, now) = (BlockPool::new(100, 16), Instant::now());
     let mut scheduler = scheduler(1, 32, &pool);
     scheduler.enqueue(0, request(&pool, 70, 40));
-    let hashes = sequence_hashes(SimulatedConfig::default().identity, &[1; 70], 16);
+    let hashes = sequence_hashes(SequenceKey::new(SimulatedConfig::default().identity, CacheSalt::NONE), &[1; 70], 16);
     let cached = |tokens| {
-        let lease = pool.try_reserve_prefix(5, Prefix { cache_salt: 0, hashes: &hashes, tokens }).unwrap();
+        let lease =
+            pool.try_reserve_prefix(5, Prefix { cache_salt: CacheSalt::NONE, hashes: &hashes, tokens }).unwrap();
         lease.cached_tokens()
     };
     let seen: Vec<_> = (0..3)
@@ -209,11 +211,12 @@ fn blocks_are_cached_as_they_fill() {
         .collect();
     assert_eq!(seen, [32, 64, 64], "chunk by chunk");
     let known: Vec<u32> = [vec![1; 70], vec![3; 31]].concat();
-    let hashes = sequence_hashes(SimulatedConfig::default().identity, &known, 16);
+    let hashes = sequence_hashes(SequenceKey::new(SimulatedConfig::default().identity, CacheSalt::NONE), &known, 16);
     for _ in 0..30 {
         step(&mut scheduler, now);
     }
-    let lease = pool.try_reserve_prefix(7, Prefix { cache_salt: 0, hashes: &hashes, tokens: 101 }).unwrap();
+    let lease =
+        pool.try_reserve_prefix(7, Prefix { cache_salt: CacheSalt::NONE, hashes: &hashes, tokens: 101 }).unwrap();
     assert_eq!(lease.cached_tokens(), 96, "the answer's blocks follow as they fill");
 }
 
@@ -335,8 +338,8 @@ proptest! {
             transfers.retain(|(_, steps)| *steps > round);
             arrivals.retain(|&(len, new, at, priority, alike)| {
                 let tokens = vec![if alike { 1 } else { 2 }; len];
-                let hashes = sequence_hashes(scheduler.model_digest, &tokens, 16);
-                let prefix = Prefix { cache_salt: 0, hashes: &hashes, tokens: len };
+                let hashes = sequence_hashes(SequenceKey::new(scheduler.model_digest, CacheSalt::NONE), &tokens, 16);
+                let prefix = Prefix { cache_salt: CacheSalt::NONE, hashes: &hashes, tokens: len };
                 let lease = (at <= round).then(|| pool.try_reserve_prefix(pool.blocks_for(len), prefix));
                 let Some(Ok(lease)) = lease else { return true };
                 let seq = ranks.len() as u64;
@@ -397,10 +400,12 @@ proptest! {
 
 #[test]
 fn the_last_in_the_order_gives_way_and_comes_back_with_what_is_cached() {
-    [0, 7].into_iter().for_each(one_gives_way);
+    [CacheSalt::NONE, SALT].into_iter().for_each(one_gives_way);
 }
 
-fn one_gives_way(cache_salt: u64) {
+const SALT: CacheSalt = CacheSalt::new([7; 16]);
+
+fn one_gives_way(cache_salt: CacheSalt) {
     let (pool, now) = (BlockPool::new(6, 16), Instant::now());
     let mut scheduler = scheduler(4, 64, &pool);
     let with = |tokens: u32, priority| {
@@ -439,9 +444,9 @@ fn one_gives_way(cache_salt: u64) {
     assert_eq!((scheduler.preemptions(), cached, pool.free()), (1, 32, 6), "the third block went to the other");
     // What it computed before and after is there for those with its salt.
     let answered: Vec<u32> = [vec![4; 32], vec![3; 30]].concat();
-    for (salt, there) in [(cache_salt, 48), (cache_salt + 1, 0)] {
-        let hashes = sequence_hashes(hash_root(SimulatedConfig::default().identity, salt), &answered, 16);
+    for (salt, there) in [(cache_salt, 48), (CacheSalt::new([8; 16]), 0)] {
+        let hashes = sequence_hashes(SequenceKey::new(SimulatedConfig::default().identity, salt), &answered, 16);
         let prefix = Prefix { cache_salt: salt, hashes: &hashes, tokens: answered.len() };
-        assert_eq!(pool.try_reserve_prefix(4, prefix).unwrap().cached_tokens(), there, "salt {salt}");
+        assert_eq!(pool.try_reserve_prefix(4, prefix).unwrap().cached_tokens(), there, "{salt:?}");
     }
 }

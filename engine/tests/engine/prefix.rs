@@ -3,44 +3,47 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use tandem_engine::{Engine, EngineError, KvLease, Prefix, SchedulerConfig, SequenceRequest};
-use tandem_proto::hash::{hash_root, sequence_hashes};
+use tandem_proto::hash::sequence_hashes;
+use tandem_proto::{CacheSalt, SequenceKey};
 
 use crate::support::{
     LIMITS, all_blocks_back, engine, generate, prompt, request, request_in, seeded, simulated_blocks_of,
 };
 
 /// As a node reserves for a prompt.
-fn lease(engine: &Engine, cache_salt: u64, tokens: &[u32], max_new_tokens: u32) -> Arc<KvLease> {
+fn lease(engine: &Engine, cache_salt: CacheSalt, tokens: &[u32], max_new_tokens: u32) -> Arc<KvLease> {
     let (spec, pool) = (engine.spec(), engine.pool());
-    let hashes = sequence_hashes(hash_root(spec.model_digest, cache_salt), tokens, spec.block_tokens);
+    let hashes = sequence_hashes(SequenceKey::new(spec.model_digest, cache_salt), tokens, spec.block_tokens);
     let blocks = pool.blocks_for(tokens.len() + max_new_tokens as usize);
     let prefix = Prefix { cache_salt, hashes: &hashes, tokens: tokens.len() };
     Arc::new(pool.try_reserve_prefix(blocks, prefix).expect("room"))
 }
 
 fn cached(engine: &Engine, tokens: Vec<u32>, max_new_tokens: u32) -> SequenceRequest {
-    salted(engine, 0, tokens, max_new_tokens)
+    salted(engine, CacheSalt::NONE, tokens, max_new_tokens)
 }
 
-fn salted(engine: &Engine, cache_salt: u64, tokens: Vec<u32>, max_new_tokens: u32) -> SequenceRequest {
+fn salted(engine: &Engine, cache_salt: CacheSalt, tokens: Vec<u32>, max_new_tokens: u32) -> SequenceRequest {
     let lease = lease(engine, cache_salt, &tokens, max_new_tokens);
     SequenceRequest { computed: lease.cached_tokens(), ..request_in(lease, tokens, max_new_tokens) }
 }
+
+const SALTS: [CacheSalt; 3] = [CacheSalt::NONE, CacheSalt::new([5; 16]), CacheSalt::new([6; 16])];
 
 #[tokio::test]
 async fn each_salt_has_a_cache_of_its_own() {
     let caching = engine(LIMITS);
     let answer = generate(&caching, cached(&caching, prompt(40, 1), 20)).await;
-    for salt in [5, 6] {
+    for salt in [SALTS[1], SALTS[2]] {
         let first = salted(&caching, salt, prompt(40, 1), 20);
         assert_eq!(first.computed, 0, "what others have computed is not found");
         assert_eq!(generate(&caching, first).await, answer, "the salt changes no token");
     }
     let turn = [prompt(40, 1), answer].concat();
-    for salt in [0, 5, 6] {
-        assert_eq!(salted(&caching, salt, turn.clone(), 1).computed, 48, "the answer is cached under salt {salt}, too");
+    for salt in SALTS {
+        assert_eq!(salted(&caching, salt, turn.clone(), 1).computed, 48, "the answer is cached under {salt:?}, too");
     }
-    assert_eq!(salted(&caching, 7, turn, 1).computed, 0);
+    assert_eq!(salted(&caching, CacheSalt::new([7; 16]), turn, 1).computed, 0);
     all_blocks_back(&caching).await;
 }
 
@@ -84,7 +87,7 @@ async fn larger_blocks_are_shared_whole() {
 async fn kv_that_moved_here_is_reused_once_it_was_decoded_with() {
     let [prefill, decode] = [LIMITS; 2].map(engine);
     let tokens = prompt(50, 2);
-    let source = lease(&prefill, 0, &tokens, 1);
+    let source = lease(&prefill, CacheSalt::NONE, &tokens, 1);
     let first = generate(&prefill, request_in(Arc::clone(&source), tokens.clone(), 1)).await;
     let rest = request(&decode, [&tokens[..], &first].concat(), 9);
     crate::roles::copy_blocks(&prefill, &source, &decode, &rest.lease);

@@ -16,6 +16,7 @@ use tandem_engine::{
     SimulatedConfig, SimulatedExecutor, Speculate, StepModel, StepShape, Tokens,
 };
 use tandem_proto::hash::sequence_hashes;
+use tandem_proto::{CacheSalt, SequenceKey};
 
 use crate::support::{greedy, request_in, seeded};
 
@@ -159,11 +160,16 @@ impl Machine {
     /// As a node reserves: what is known and the next token, with the hashes of what is known.
     fn reserving(&self, job: &Job, answer: &[u32]) -> Reserving {
         let (pool, known) = (self.pool.clone(), [&job.prompt[..], answer].concat());
-        let hashes = sequence_hashes(self.executor.spec().model_digest, &known, pool.block_tokens());
+        let hashes = sequence_hashes(
+            SequenceKey::new(self.executor.spec().model_digest, CacheSalt::NONE),
+            &known,
+            pool.block_tokens(),
+        );
         let more = usize::from(job.max_new_tokens > answer.len() + 1);
         let blocks = pool.blocks_for(known.len() + more).min(pool.total());
         Box::pin(async move {
-            pool.reserve_prefix(blocks, Prefix { cache_salt: 0, hashes: &hashes, tokens: known.len() }).await
+            pool.reserve_prefix(blocks, Prefix { cache_salt: CacheSalt::NONE, hashes: &hashes, tokens: known.len() })
+                .await
         })
     }
 

@@ -103,7 +103,7 @@ impl Bench {
     }
 
     async fn grant(&mut self, from: &[u32], to: Vec<u32>) -> anyhow::Result<Granted> {
-        let sequence_hashes = vec![1; to.len()];
+        let sequence_hashes = vec![1.into(); to.len()];
         let grant = Grant {
             handoff: HandoffId::random(&mut self.rng),
             prefill_incarnation: Incarnation(1),

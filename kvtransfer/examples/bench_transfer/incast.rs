@@ -71,7 +71,7 @@ impl Incast {
     /// Sixteen hand-offs at once.
     pub async fn round(&mut self, senders: Senders) -> anyhow::Result<Round> {
         self.rounds += 1;
-        let expected = || Expected { prompt_tokens: 1, sequence_hashes: vec![1; self.blocks as usize] };
+        let expected = || Expected { prompt_tokens: 1, sequence_hashes: vec![1.into(); self.blocks as usize] };
         let (mut receiving, mut sending) = (vec![], vec![]);
         for index in 0..SENDERS {
             let (sender, blocks) = match senders {

@@ -235,7 +235,7 @@ mod tests {
         let queued = connection.queue().send_data(range, vec![run], Arc::new(()), Faults::default()).await;
         assert_eq!(queued, Ok(()));
         let start = Instant::now();
-        let seal = crate::seal_for(&sender.table.registry.arena().clone(), &[0], &ticket, 1, vec![5]);
+        let seal = crate::seal_for(&sender.table.registry.arena().clone(), &[0], &ticket, 1, vec![5.into()]);
         let told = tokio::time::timeout(PROMPT, outgoing.seal(seal)).await.expect("before its lease");
         assert_eq!(told.map(|_| ()).map_err(|error| error.kind), Err(TransferErrorKind::PeerGone));
         assert!(connection.is_closed() && start.elapsed() < PROMPT);
@@ -244,8 +244,8 @@ mod tests {
         let ticket = incoming.ticket();
         let mut outgoing = sender.open(&ticket).await.expect("open");
         outgoing.push(0, &[0], Arc::new(())).await.expect("push");
-        let seal = crate::seal_for(&sender.table.registry.arena().clone(), &[0], &ticket, 1, vec![5]);
-        let expected = crate::Expected { prompt_tokens: 1, sequence_hashes: vec![5] };
+        let seal = crate::seal_for(&sender.table.registry.arena().clone(), &[0], &ticket, 1, vec![5.into()]);
+        let expected = crate::Expected { prompt_tokens: 1, sequence_hashes: vec![5.into()] };
         let (receipt, verified) = tokio::join!(outgoing.seal(seal), incoming.verified(expected));
         assert_eq!(receipt.expect("receipt").blocks, verified.expect("verified").blocks);
     }

@@ -465,7 +465,7 @@ fn a_new_worker_ends_grants_that_nobody_has_opened() {
     driver.start_anew("a test");
     assert_ne!(driver.desk.shared.address(), before);
     assert_eq!(Arc::strong_count(&owner), 1);
-    let expected = crate::Expected { prompt_tokens: 1, sequence_hashes: vec![5] };
+    let expected = crate::Expected { prompt_tokens: 1, sequence_hashes: vec![5.into()] };
     let error = runtime.block_on(incoming.verified(expected)).expect_err("its ticket leads nowhere");
     assert_eq!(error.kind, TransferErrorKind::PeerGone);
 }
@@ -483,9 +483,9 @@ fn hand_off(sender: &mut Driver, receiver: &Receiver, runtime: &tokio::runtime::
     let runs = vec![crate::Run { at: 0, bytes: 64 }];
     sender.run_command(Command::Push { endpoint: opened.endpoint, range, runs, owner: Arc::new(()), credit });
     sender.hand_out_ends();
-    let seal = crate::seal_for(&sender.desk.shared.arena, &[0], &ticket, 1, vec![5]);
+    let seal = crate::seal_for(&sender.desk.shared.arena, &[0], &ticket, 1, vec![5.into()]);
     sender.run_command(Command::Seal { handoff, payload: encode_seal(&seal) });
-    let expected = crate::Expected { prompt_tokens: 1, sequence_hashes: vec![5] };
+    let expected = crate::Expected { prompt_tokens: 1, sequence_hashes: vec![5.into()] };
     let verified = runtime.spawn(incoming.verified(expected));
     let until = Instant::now() + Duration::from_secs(20);
     while !verified.is_finished() {

@@ -149,7 +149,7 @@ impl Attackers {
             "stale prefill incarnation" => seal.prefill_incarnation = rng.random(),
             "stale decode incarnation" => seal.decode_incarnation = rng.random(),
             "other prompt length" => seal.prompt_tokens += 1,
-            "other tokens" => seal.sequence_hashes[block] ^= 1,
+            "other tokens" => seal.sequence_hashes[block * 16] ^= 1,
             "other checksum" => seal.checksums[block] ^= 1,
             other => panic!("no attack is called {other}"),
         }

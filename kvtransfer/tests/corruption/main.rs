@@ -20,7 +20,7 @@ use tandem_kvtransfer::{
     Arena, Counters, Expected, Grant, Held, Incoming, TransferError, Transport, Verified, seal_for,
 };
 use tandem_memory::HostMemory;
-use tandem_proto::{HandoffId, Incarnation, v1};
+use tandem_proto::{HandoffId, Incarnation, SequenceHash, v1};
 
 /// Of four layers of two leaves each, the second one short; half a layer is whole words, too.
 const BLOCK_BYTES: usize = 4 * 4112;
@@ -73,7 +73,7 @@ struct Victim {
     ticket: v1::Ticket,
     from: Vec<u32>,
     to: Vec<u32>,
-    hashes: Vec<u64>,
+    hashes: Vec<SequenceHash>,
 }
 
 fn noise(seed: u64) -> Arc<Arena> {
@@ -114,7 +114,7 @@ impl Target {
             lease: LEASE,
         };
         let incoming = self.receiver.accept(grant).expect("accept");
-        let hashes = (0..count).map(|_| rng.random()).collect();
+        let hashes = (0..count).map(|_| rng.random::<u128>().into()).collect();
         Victim { id, ticket: incoming.ticket(), incoming, from, to, hashes }
     }
 

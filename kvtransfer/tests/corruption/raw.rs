@@ -96,7 +96,7 @@ struct Scene<'a> {
     old: &'a Old,
 }
 
-const ATTACKS: [Attack; 30] = [
+const ATTACKS: [Attack; 31] = [
     ("payload bit flipped", |scene| {
         let frame = scene.data();
         flip(scene.rng, &mut scene.frames[frame].payload);
@@ -195,10 +195,17 @@ const ATTACKS: [Attack; 30] = [
     }),
     ("other tokens", |scene| {
         let mut seal = scene.seal.clone();
-        let block = scene.rng.random_range(0..seal.sequence_hashes.len());
-        seal.sequence_hashes[block] ^= 1 << scene.rng.random_range(0..64);
+        let byte = scene.rng.random_range(0..seal.sequence_hashes.len());
+        seal.sequence_hashes[byte] ^= 1 << scene.rng.random_range(0..8);
         scene.reseal(seal);
         Refused(&["wrong_sequence"])
+    }),
+    ("a sequence hash cut short", |scene| {
+        let mut seal = scene.seal.clone();
+        let left = seal.sequence_hashes.len() - scene.rng.random_range(1..16);
+        seal.sequence_hashes.truncate(left);
+        scene.reseal(seal);
+        Refused(&["malformed"])
     }),
     ("checksum missing", |scene| {
         let mut seal = scene.seal.clone();

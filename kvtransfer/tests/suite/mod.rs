@@ -17,7 +17,7 @@ use tandem_kvtransfer::{
     Arena, Expected, Grant, Held, Incoming, Outgoing, Receipt, TransferError, Transport, Verified, seal_for,
 };
 use tandem_memory::HostMemory;
-use tandem_proto::{HandoffId, Incarnation, v1};
+use tandem_proto::{HandoffId, Incarnation, SequenceHash, v1};
 use tokio::sync::oneshot;
 pub use transfers::*;
 
@@ -81,7 +81,7 @@ pub struct HandOff {
     pub ticket: v1::Ticket,
     pub from: Vec<u32>,
     pub to: Vec<u32>,
-    pub hashes: Vec<u64>,
+    pub hashes: Vec<SequenceHash>,
     pub received: oneshot::Receiver<()>,
 }
 
@@ -94,7 +94,7 @@ impl HandOff {
     fn granted(pair: &Pair, grant: Grant, from: Vec<u32>, received: oneshot::Receiver<()>) -> Self {
         let to = grant.blocks.clone();
         let incoming = pair.receiver.accept(grant).expect("accept");
-        let hashes = (0..to.len() as u64).map(|i| i * 31 + 7).collect();
+        let hashes = (0..to.len() as u128).map(|i| (i * 31 + 7).into()).collect();
         Self { ticket: incoming.ticket(), incoming, from, to, hashes, received }
     }
 

@@ -4,15 +4,16 @@
 use std::fmt;
 
 use sha2::{Digest, Sha256};
-use tandem_proto::Error;
+use tandem_proto::{CacheSalt, Error};
 
 use super::tenant::Tenant;
 
 /// Bytes of a client's own salt at most.
 pub const MAX_CACHE_SALT_BYTES: usize = 256;
 
-/// Derives the salts. Routers with one secret derive the same ones. A client that does not know it cannot look for
-/// prompts whose hashes collide with another tenant's.
+/// Derives the salts, which key the names of all cached blocks ([`tandem_proto::SequenceKey`]). Routers with one secret
+/// derive the same ones. A client that does not know it cannot look for prompts whose names collide with another
+/// tenant's.
 #[derive(Clone, Default)]
 pub struct CacheSalts(Option<[u8; 32]>);
 
@@ -22,19 +23,19 @@ impl CacheSalts {
         Self(secret)
     }
 
-    /// Of a request of `tenant` that brings a salt of its `own`, or none (empty). 0, which is no salt, where nothing
-    /// tells it from others.
-    pub fn of(&self, tenant: &Tenant, own: &str) -> u64 {
+    /// Of a request of `tenant` that brings a salt of its `own`, or none (empty). None, which is a key that everybody
+    /// knows, where nothing tells it from others.
+    pub fn of(&self, tenant: &Tenant, own: &str) -> CacheSalt {
         let owner = (!tenant.terms().shares_cache).then_some(&**tenant.name());
         let own = Some(own).filter(|own| !own.is_empty());
         if self.0.is_none() && owner.is_none() && own.is_none() {
-            return 0;
+            return CacheSalt::NONE;
         }
         // Parts of one length: no two triples meet.
         let part = |text: Option<&str>| text.map_or([0; 32], |text| Sha256::digest(text).into());
         let parts: [[u8; 32]; 3] = [self.0.unwrap_or_default(), part(owner), part(own)];
         let digest: [u8; 32] = Sha256::digest(parts.as_flattened()).into();
-        digest.first_chunk().map_or(1, |bytes| u64::from_le_bytes(*bytes)).max(1)
+        digest.first_chunk().map_or(CacheSalt::NONE, |bits| CacheSalt::new(*bits))
     }
 }
 
@@ -81,7 +82,7 @@ mod tests {
                 assert_eq!(of.of(&tenant("a", true), own), of.of(&tenant("b", true), own), "tenants that share");
             }
         }
-        assert_eq!(salts.first(), Some(&0), "no secret, no tenant, no salt: no salt");
+        assert_eq!(salts.first(), Some(&CacheSalt::NONE), "no secret, no tenant, no salt: no salt");
     }
 
     #[test]

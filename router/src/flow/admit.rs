@@ -98,8 +98,8 @@ fn predicted(shared: &Shared, request: &GenerationRequest, now: Instant) -> Opti
         return None;
     }
     let membership = &shared.membership;
-    let (root, block_tokens) = (membership.hash_root(shared.cache_salt(request)), membership.block_tokens());
-    membership.predict(prompt_tokens(&request.prompt_ids, request.max_tokens, root, block_tokens).ask(), now)
+    let (key, block_tokens) = (membership.sequence_key(shared.cache_salt(request)), membership.block_tokens());
+    membership.predict(prompt_tokens(&request.prompt_ids, request.max_tokens, key, block_tokens).ask(), now)
 }
 
 fn no_pair(shared: &Shared, now: Instant) -> Error {

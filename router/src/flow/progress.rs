@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use std::time::{Duration, Instant};
 
 use tandem_proto::hash::sequence_hashes;
-use tandem_proto::{SequenceHash, TraceContext, v1};
+use tandem_proto::{CacheSalt, SequenceKey, TraceContext, v1};
 use tandem_telemetry::clock;
 
 use super::find_nodes::Tokens;
@@ -22,7 +22,7 @@ pub struct Progress {
     /// As nodes are told, see [`Self::hide_priority`].
     priority: i32,
     /// Whose KV it may reuse.
-    cache_salt: u64,
+    cache_salt: CacheSalt,
     /// Tokens that end the answer, as a node is told; the model's first one apart.
     stop_token_ids: Vec<u32>,
     eos: u32,
@@ -32,7 +32,7 @@ pub struct Progress {
 
 impl Progress {
     /// Nothing is sent.
-    pub fn new(request: GenerationRequest, cache_salt: u64, model: &ModelText, objective: Duration) -> Self {
+    pub fn new(request: GenerationRequest, cache_salt: CacheSalt, model: &ModelText, objective: Duration) -> Self {
         let stop_token_ids = model.stop_token_ids(&request.stop_token_ids, request.ignore_eos);
         let (priority, eos) = (request.priority, model.eos);
         Self { request, sent: Vec::new(), priority, cache_salt, stop_token_ids, eos, objective }
@@ -45,19 +45,19 @@ impl Progress {
     }
 
     /// See [`v1::RequestSpec::cache_salt`].
-    pub fn cache_salt(&self) -> u64 {
+    pub fn cache_salt(&self) -> CacheSalt {
         self.cache_salt
     }
 
     /// Of what is left of the answer, for the room that it needs; and what of its beginning a cache may hold, in blocks
-    /// of `block_tokens`, hashed from `root` on.
-    pub fn tokens(&self, root: SequenceHash, block_tokens: u32) -> Tokens {
+    /// of `block_tokens`, named under `key`.
+    pub fn tokens(&self, key: SequenceKey, block_tokens: u32) -> Tokens {
         let prompt = match self.sent.as_slice() {
             [] => Cow::Borrowed(&*self.request.prompt_ids),
             sent => Cow::Owned([&*self.request.prompt_ids, sent].concat()),
         };
         let left = self.request.max_tokens.saturating_sub(count(self.sent.len()));
-        prompt_tokens(&prompt, left, root, block_tokens)
+        prompt_tokens(&prompt, left, key, block_tokens)
     }
 
     /// What a leg is to do, with the first `basis` tokens of the answer in its prompt.
@@ -78,7 +78,7 @@ impl Progress {
             output_tokens,
             priority: self.priority,
             tpot_objective_ms: u32::try_from(self.objective.as_millis()).unwrap_or(u32::MAX),
-            cache_salt: self.cache_salt,
+            cache_salt: self.cache_salt.to_wire(),
         }
     }
 
@@ -99,11 +99,11 @@ fn time_left_ns(deadline: Instant) -> u64 {
 }
 
 /// Of a prompt with so many tokens after it, see [`Progress::tokens`].
-pub fn prompt_tokens(prompt: &[u32], max: u32, root: SequenceHash, block_tokens: u32) -> Tokens {
+pub fn prompt_tokens(prompt: &[u32], max: u32, key: SequenceKey, block_tokens: u32) -> Tokens {
     // A node always computes the last token, whose logits give the next one: its block is never all reused.
     let block_tokens = block_tokens.max(1) as usize;
     let reusable = prompt.len().saturating_sub(1) / block_tokens * block_tokens;
-    Tokens { prompt: count(prompt.len()), max, hashes: sequence_hashes(root, &prompt[..reusable], block_tokens) }
+    Tokens { prompt: count(prompt.len()), max, hashes: sequence_hashes(key, &prompt[..reusable], block_tokens) }
 }
 
 fn count(tokens: usize) -> u32 {
@@ -136,7 +136,7 @@ mod tests {
             request,
             sent: (prompt..prompt + sent).collect(),
             priority: 0,
-            cache_salt: 9,
+            cache_salt: CacheSalt::NONE,
             stop_token_ids: Vec::new(),
             eos: 2,
             objective: Duration::from_millis(100),
@@ -146,14 +146,15 @@ mod tests {
     #[test]
     fn the_hashes_are_those_of_the_blocks_that_a_node_would_reuse() {
         let all: Vec<u32> = (0..96).collect();
-        let hashes = sequence_hashes(7, &all, 16);
+        let key = SequenceKey::new(7, CacheSalt::NONE);
+        let hashes = sequence_hashes(key, &all, 16);
         for (prompt, sent, blocks) in
             [(0, 0, 0), (1, 0, 0), (16, 0, 0), (17, 0, 1), (32, 0, 1), (33, 0, 2), (20, 60, 4)]
         {
-            let tokens = progress(prompt, sent).tokens(7, 16);
+            let tokens = progress(prompt, sent).tokens(key, 16);
             assert_eq!((tokens.prompt, tokens.max), (prompt + sent, 100 - sent));
             assert_eq!(tokens.hashes, hashes[..blocks], "{prompt} and {sent} tokens");
         }
-        assert_eq!(progress(64, 0).tokens(7, 32).hashes, sequence_hashes(7, &all[..32], 32));
+        assert_eq!(progress(64, 0).tokens(key, 32).hashes, sequence_hashes(key, &all[..32], 32));
     }
 }

@@ -1,5 +1,6 @@
 //! The known hashes, each with who holds it, in the order of their use. Numbers and links only: what a set of holders
 //! is, and where a hash is found, is known to its neighbours.
+use tandem_proto::SequenceHash;
 
 const NONE: u32 = u32::MAX;
 
@@ -16,7 +17,7 @@ pub(super) struct Entries {
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entry {
-    pub hash: u64,
+    pub hash: SequenceHash,
     /// Names the set of its holders; [`NONE`] when this entry is unused.
     pub set: u32,
     newer: u32,
@@ -51,7 +52,7 @@ impl Entries {
     }
 
     /// Adds an entry as the most recently used one, or right after `newer` in the order of use.
-    pub fn add(&mut self, hash: u64, set: u32, newer: Option<u32>) -> u32 {
+    pub fn add(&mut self, hash: SequenceHash, set: u32, newer: Option<u32>) -> u32 {
         let entry = Entry { hash, set, newer: NONE, older: NONE };
         let id = match self.unused {
             NONE => {
@@ -151,17 +152,17 @@ impl Entries {
 mod tests {
     use super::*;
 
-    fn order(entries: &Entries) -> Vec<u64> {
+    fn order(entries: &Entries) -> Vec<u128> {
         let mut hashes = Vec::new();
         let mut id = entries.newest;
         while id != NONE {
-            hashes.push(entries.get(id).hash);
+            hashes.push(entries.get(id).hash.into());
             id = entries.get(id).older;
         }
         let mut backwards = Vec::new();
         let mut id = entries.oldest;
         while id != NONE {
-            backwards.push(entries.get(id).hash);
+            backwards.push(entries.get(id).hash.into());
             id = entries.get(id).newer;
         }
         backwards.reverse();
@@ -173,10 +174,10 @@ mod tests {
     #[test]
     fn the_order_is_that_of_use() {
         let mut entries = Entries::new();
-        let first = entries.add(1, 0, None);
-        let second = entries.add(2, 0, Some(first));
-        let third = entries.add(3, 0, Some(second));
-        entries.add(4, 0, None);
+        let first = entries.add(1.into(), 0, None);
+        let second = entries.add(2.into(), 0, Some(first));
+        let third = entries.add(3.into(), 0, Some(second));
+        entries.add(4.into(), 0, None);
         assert_eq!(order(&entries), [4, 1, 2, 3]);
         entries.touch(third, None);
         entries.touch(first, Some(third));
@@ -184,16 +185,16 @@ mod tests {
         entries.touch(first, Some(first));
         assert_eq!(order(&entries), [3, 1, 4, 2]);
         assert_eq!(entries.oldest(), Some(second));
-        assert_eq!(entries.remove(second).hash, 2);
+        assert_eq!(entries.remove(second).hash, 2.into());
         assert!(entries.at(second).is_none());
-        assert_eq!(entries.add(5, 0, None), second, "places are used again");
+        assert_eq!(entries.add(5.into(), 0, None), second, "places are used again");
         assert_eq!((order(&entries), entries.slots()), (vec![5, 3, 1, 4], 4));
     }
 
     #[test]
     fn what_stands_together_moves_together() {
         let mut entries = Entries::new();
-        let ids: Vec<u32> = (0..6).map(|hash| entries.add(hash, 0, None)).collect();
+        let ids: Vec<u32> = (0..6).map(|hash| entries.add(hash.into(), 0, None)).collect();
         assert_eq!(order(&entries), [5, 4, 3, 2, 1, 0]);
         entries.touch_all(&[ids[3], ids[2], ids[0]]);
         assert_eq!(order(&entries), [3, 2, 0, 5, 4, 1]);
@@ -211,7 +212,7 @@ mod tests {
     #[test]
     fn the_last_one_leaves_an_empty_list() {
         let mut entries = Entries::new();
-        let only = entries.add(1, 0, None);
+        let only = entries.add(1.into(), 0, None);
         entries.touch(only, None);
         entries.remove(only);
         assert_eq!((entries.oldest(), entries.len()), (None, 0));

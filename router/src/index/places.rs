@@ -9,6 +9,7 @@
 //! A place holds 32 bits of the (mixed) hash beside the number, so that another entry is read in vain once in 2³²
 //! times, and a part grows without reading any. Deleting shifts the places behind it back (Knuth 6.4, algorithm R): no
 //! tombstones.
+use tandem_proto::SequenceHash;
 
 const SHARDS: usize = 256;
 const FEWEST_PLACES: usize = 16;
@@ -27,10 +28,23 @@ struct Shard {
     used: usize,
 }
 
-/// Spreads a hash over all bits, by a number that nobody outside this process knows: whoever chooses prompts cannot
-/// choose where they end up. Folded multiplication, as wyhash does it.
-pub(super) fn mix(hash: u64, seed: u64) -> u64 {
-    let product = u128::from(hash ^ seed) * u128::from(0x9e37_79b9_7f4a_7c15_u64);
+const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// Where a hash belongs, as `mixed` below: both halves spread over all bits, by a number that nobody outside this
+/// process knows. Whoever chooses prompts cannot choose where they end up, and neither can a node that makes hashes up.
+pub(super) fn place_of(hash: SequenceHash, seed: u64) -> u64 {
+    let hash = u128::from(hash);
+    folded(hash as u64 ^ seed, (hash >> 64) as u64 ^ seed ^ ODD)
+}
+
+/// The same for a number.
+pub(super) fn mix(number: u64, seed: u64) -> u64 {
+    folded(number ^ seed, ODD)
+}
+
+/// Folded multiplication, as wyhash does it.
+fn folded(a: u64, b: u64) -> u64 {
+    let product = u128::from(a) * u128::from(b);
     (product as u64) ^ ((product >> 64) as u64)
 }
 

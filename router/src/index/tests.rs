@@ -3,24 +3,26 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use proptest::prelude::*;
 
+use super::places::mix;
 use super::*;
 
 /// Chain `chain`'s block `position`: chains share their first `chain % 4` blocks with chain 0, as prompts do.
 fn hash(chain: u64, position: u64) -> SequenceHash {
     let chain = if position < chain % 4 { 0 } else { chain };
-    mix(chain * 1_000 + position, 77)
+    let number = chain * 1_000 + position;
+    (u128::from(mix(number, 77)) << 64 | u128::from(number)).into()
 }
 
 fn prompt(chain: u64, blocks: u64) -> Vec<SequenceHash> {
     (0..blocks).map(|position| hash(chain, position)).collect()
 }
 
-fn stored(first: u64, snapshot: bool, hashes: &[SequenceHash]) -> v1::KvEvents {
-    v1::KvEvents { first, snapshot, hashes: hashes.to_vec(), removed: Vec::new() }
+fn stored(first: u64, snapshot: bool, hashes: &[SequenceHash]) -> CacheChanges {
+    CacheChanges { first, snapshot, hashes: hashes.to_vec(), removed: Vec::new() }
 }
 
-fn removed(first: u64, hashes: &[SequenceHash]) -> v1::KvEvents {
-    v1::KvEvents { removed: vec![u8::MAX; hashes.len().div_ceil(8)], ..stored(first, false, hashes) }
+fn removed(first: u64, hashes: &[SequenceHash]) -> CacheChanges {
+    CacheChanges { removed: vec![u8::MAX; hashes.len().div_ceil(8)], ..stored(first, false, hashes) }
 }
 
 fn matches(index: &mut PrefixIndex, hashes: &[SequenceHash]) -> BTreeMap<u64, u32> {
@@ -190,7 +192,7 @@ proptest! {
         messages in prop::collection::vec(
             (
                 0u64..5, prop_oneof![0u64..20, any::<u64>()], any::<bool>(),
-                prop::collection::vec(prop_oneof![0u64..50, any::<u64>()], 0..60),
+                prop::collection::vec(prop_oneof![0u128..50, any::<u128>()].prop_map(SequenceHash::from), 0..60),
                 prop::collection::vec(any::<u8>(), 0..12), prop::bool::weighted(0.1),
             ),
             0..60,
@@ -198,7 +200,7 @@ proptest! {
     ) {
         let mut index = PrefixIndex::with_sets(64, 16, 1);
         for (session, first, snapshot, hashes, removed, dies) in messages {
-            let _ = index.apply(session, &v1::KvEvents { first, snapshot, hashes: hashes.clone(), removed });
+            let _ = index.apply(session, &CacheChanges { first, snapshot, hashes: hashes.clone(), removed });
             let (totals, longest) = (index.totals(), hashes.len() as u32);
             prop_assert!(totals.blocks <= 64 && index.entries.slots() <= 64 && index.sets.len() <= 16);
             prop_assert!(matches(&mut index, &hashes).values().all(|blocks| *blocks <= longest));

@@ -18,6 +18,7 @@ use tonic::{Extensions, Request, Response, Status, Streaming};
 use super::now::transport_names;
 use super::reach::peer_role;
 use super::{Membership, Node, REPORT_INTERVAL, registration};
+use crate::index::CacheChanges;
 
 /// That wait for a node to read them: the acceptance or a wish for a snapshot, its end, and readings of the clock.
 const REPLIES: usize = 4;
@@ -172,7 +173,15 @@ impl Session {
                 return Err("it registered twice on one stream");
             }
             Some(Report::KvEvents(events)) => {
-                if let Err(gap) = self.membership.kv_events(session, &events, clock::now()) {
+                let changes = match CacheChanges::try_from(events) {
+                    Ok(changes) => changes,
+                    Err(error) => {
+                        self.membership.refusals.count(error.kind);
+                        let _ = replies.try_send(Err(error.into()));
+                        return Err("it told of blocks by names that are none");
+                    }
+                };
+                if let Err(gap) = self.membership.kv_events(session, &changes, clock::now()) {
                     tracing::warn!(node = self.node.info.node_id, %gap, "asking the node for a snapshot of its cache");
                     // The next gap comes behind a snapshot at the earliest: a node that read what was sent left room.
                     let asked = replies.try_send(Ok(v1::RouterReport { kv_snapshot: true, ..self.reply() }));

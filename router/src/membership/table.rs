@@ -14,7 +14,7 @@ use super::fence::Fence;
 use super::now::{ClusterNow, Departed, Departures};
 use super::room::{Room, Rooms, Wanted};
 use super::{Accepts, Breakers, DEATHS, Death, MAX_NODES, Node, NotYet, Totals};
-use crate::index::{Gap, IndexTotals, PrefixIndex};
+use crate::index::{CacheChanges, Gap, IndexTotals, PrefixIndex};
 use crate::select::calibrate::Links;
 use crate::select::numerics::Numerics;
 use crate::select::ways::{self, Apart, Fallback, Fallbacks, Ways};
@@ -229,10 +229,10 @@ impl Table {
     }
 
     /// Takes what a node tells of its cache. What a node that is gone told last is ignored.
-    pub fn kv_events(&mut self, session: u64, events: &v1::KvEvents, now: Instant) -> Result<(), Gap> {
+    pub fn kv_events(&mut self, session: u64, changes: &CacheChanges, now: Instant) -> Result<(), Gap> {
         let Some(entry) = self.entries.get_mut(&session) else { return Ok(()) };
         entry.heard = now;
-        self.index.apply(session, events)
+        self.index.apply(session, changes)
     }
 
     pub fn draining(&mut self, session: u64, now: Instant) {

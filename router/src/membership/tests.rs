@@ -1,5 +1,6 @@
 //! The node table with time as an argument: expiry, replacement, refusal, booking.
 mod lives;
+mod names;
 mod predictions;
 mod retries;
 mod room;
@@ -427,8 +428,12 @@ fn nodes_of_one_kind_are_a_group_and_the_numbers_are_used_again() {
     assert_eq!(route(&membership, 10, 10).unwrap().candidates.len(), 1);
 }
 
-fn stored(first: u64, snapshot: bool, hashes: &[SequenceHash]) -> v1::KvEvents {
-    v1::KvEvents { first, snapshot, hashes: hashes.to_vec(), removed: Vec::new() }
+fn stored(first: u64, snapshot: bool, hashes: &[u128]) -> CacheChanges {
+    CacheChanges { first, snapshot, hashes: names(hashes), removed: Vec::new() }
+}
+
+fn names(hashes: &[u128]) -> Vec<SequenceHash> {
+    hashes.iter().copied().map(SequenceHash::from).collect()
 }
 
 #[test]
@@ -438,7 +443,8 @@ fn the_cached_blocks_of_a_node_go_with_it() {
     let decode = membership.register(register("d", v1::Role::Decode, 2), now).unwrap();
     membership.kv_events(prefill.session, &stored(0, true, &[1, 2, 3]), now).unwrap();
     membership.kv_events(decode.session, &stored(0, true, &[1, 2]), now).unwrap();
-    let cached = |membership: &Membership| -> Vec<u32> { lock(&membership.table).cached_of(&[1, 2, 3, 4], now) };
+    let cached =
+        |membership: &Membership| -> Vec<u32> { lock(&membership.table).cached_of(&names(&[1, 2, 3, 4]), now) };
     assert_eq!(cached(&membership), [3, 2]);
     let shown = membership.json();
     assert_eq!((&shown["index"]["blocks"], &shown["index"]["limit"]), (&json!(3), &json!(5)));
