@@ -9,7 +9,7 @@
 #   ./run.sh deploy/bench/peers.sh llama-server 1b         builds llama.cpp for that CPU; nothing else works before
 #   ./run.sh taskset -c 0,1 python3 -B deploy/bench/bench_cpu.py --threads 2 --rounds 3
 #   ./run.sh taskset -c 0,1 python3 -B deploy/bench/bench_serving.py
-#   ./run.sh taskset -c 0,1 target/release/examples/bench_handoff --links ucx --node-args "--ucx-lib-dir $PWD/ucx"
+#   ./run.sh taskset -c 0,1 built/release/examples/bench_handoff --links ucx --node-args "--ucx-lib-dir $PWD/ucx"
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -32,9 +32,9 @@ say "building programs"
 cargo build --release --locked --bins
 cargo build --release --locked -p tandem-engine --example bench_cpu
 cargo build --release --locked -p tandem-cluster-tests --example bench_handoff
-mkdir -p "$out/target/release/examples" "$out/cache/peers"
+mkdir -p "$out/built/release/examples" "$out/cache/peers"
 for program in tandem tandem-router tandem-prefill-node tandem-decode-node examples/bench_cpu examples/bench_handoff; do
-  strip -o "$out/target/release/$program" "$release/$program"
+  strip -o "$out/built/release/$program" "$release/$program"
 done
 cp -r deploy "$out/"
 cp -r "$(deploy/gpu/ucx.sh --path)" "$out/ucx"
@@ -52,7 +52,7 @@ cat > "$out/run.sh" <<'RUN'
 # Runs a command of the project in this folder, with what pack.sh put here. `commit` says of which commit it is.
 set -euo pipefail
 cd "$(dirname "$0")"
-export TANDEM_CACHE=$PWD/cache CARGO_TARGET_DIR=$PWD/target
+export TANDEM_CACHE=$PWD/cache CARGO_TARGET_DIR=$PWD/built
 exec "$@"
 RUN
 chmod +x "$out/run.sh"

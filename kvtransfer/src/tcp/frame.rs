@@ -4,8 +4,8 @@ use std::io;
 use crate::error::{TransferError, TransferErrorKind};
 use crate::wire::{HEADER_BYTES, Header};
 
-/// Bytes that go through the processor's cache at once, each way: a quarter of a core's second-level cache, so that they
-/// stay there where several connections take turns.
+/// Bytes that go through the processor's cache at once, each way: a quarter of a core's second-level cache, so that
+/// they stay there where several connections take turns.
 pub(super) const SCRATCH_BYTES: usize = 256 << 10;
 /// Header and payload length.
 pub(super) const PRELUDE_BYTES: usize = HEADER_BYTES + 8;
