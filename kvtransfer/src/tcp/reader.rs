@@ -8,6 +8,9 @@ use super::sealing::{Opener, Protection, RECORD_BYTES, TAG_BYTES};
 use crate::error::TransferError;
 use crate::wire::Header;
 
+// A record fits, whole, behind what was read before it.
+const _: () = assert!(SCRATCH_BYTES >= 2 * (RECORD_BYTES + TAG_BYTES));
+
 /// The head of a frame whose payload comes next.
 pub(super) struct Head {
     pub(super) header: Header,

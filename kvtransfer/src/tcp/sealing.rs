@@ -13,7 +13,7 @@ use crate::handshake::SessionSecret;
 /// Behind what it protects.
 pub(super) const TAG_BYTES: usize = 16;
 /// Of a payload, encrypted at a time: it stays in the core's cache from the arena to the socket.
-pub(super) const RECORD_BYTES: usize = 256 << 10;
+pub(super) const RECORD_BYTES: usize = 64 << 10;
 /// Tags of one key; then the next one is made from it. 2^20 records have 2^34 blocks of AES: the chance to tell them
 /// from noise stays below 2^-59.
 const TAGS_PER_KEY: u64 = 1 << 20;
