@@ -7,7 +7,7 @@
 # There, in that folder, each command as it would be in the project, after `run.sh`:
 #
 #   ./run.sh deploy/bench/peers.sh llama-server 1b         builds llama.cpp for that CPU; nothing else works before
-#   ./run.sh taskset -c 0,1 python3 -B deploy/bench/bench_cpu.py --threads 2 --rounds 3
+#   ./run.sh taskset -c 0,1 python3 -B deploy/bench/bench_cpu.py --rounds 3 --commit "$(cat commit)"
 #   ./run.sh taskset -c 0,1 python3 -B deploy/bench/bench_serving.py
 #   ./run.sh taskset -c 0,1 built/release/examples/bench_handoff --links ucx --node-args "--ucx-lib-dir $PWD/ucx"
 set -euo pipefail

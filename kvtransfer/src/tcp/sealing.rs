@@ -12,10 +12,11 @@ use crate::handshake::SessionSecret;
 
 /// Behind what it protects.
 pub(super) const TAG_BYTES: usize = 16;
-/// Of a payload, encrypted at a time: it stays in the core's cache from the arena to the socket.
+/// Of a payload, encrypted at a time: it stays in the core's cache from the arena to the socket, and several fit the
+/// buffer that they are read into.
 pub(super) const RECORD_BYTES: usize = 64 << 10;
-/// Tags of one key; then the next one is made from it. 2^20 records have 2^34 blocks of AES: the chance to tell them
-/// from noise stays below 2^-59.
+/// Tags of one key; then the next one is made from it. 2^20 records have 2^32 blocks of AES: the chance to tell them
+/// from noise stays below 2^-63.
 const TAGS_PER_KEY: u64 = 1 << 20;
 
 /// What connections have on the network, beside the proof of who is there.
