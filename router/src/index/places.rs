@@ -30,9 +30,9 @@ struct Shard {
 
 const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Where a hash belongs, as `mixed` below: both halves spread over all bits, by a number that nobody outside this
-/// process knows. Whoever chooses prompts cannot choose where they end up. A node that makes hashes up can make pairs of
-/// one place, and no more.
+/// Where a hash belongs, as `mix` below: both halves spread over all bits, by a number that nobody outside this process
+/// knows. Whoever chooses prompts cannot choose where they end up. A node that makes hashes up can make pairs of one
+/// place, and no more.
 pub(super) fn place_of(hash: SequenceHash, seed: u64) -> u64 {
     let hash = u128::from(hash);
     folded(hash as u64 ^ seed, (hash >> 64) as u64 ^ seed ^ ODD)
