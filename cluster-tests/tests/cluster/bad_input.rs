@@ -39,8 +39,10 @@ async fn ports_that_are_taken() -> anyhow::Result<()> {
     let taken = std::net::TcpListener::bind("127.0.0.1:0")?;
     let address = taken.local_addr()?.to_string();
     let model = model()?.display().to_string();
-    for flag in ["--http", "--grpc"] {
-        fails("tandem-router", &words(&format!("--model {model} {flag} {address}")), &address).await?;
+    // The other port is free, whatever else runs on the machine.
+    for (flag, other) in [("--http", "--grpc"), ("--grpc", "--http")] {
+        let line = format!("--model {model} {other} 127.0.0.1:0 {flag} {address}");
+        fails("tandem-router", &words(&line), &address).await?;
     }
     for program in ["tandem-prefill-node", "tandem-decode-node"] {
         for flag in ["--listen", "--admin"] {
