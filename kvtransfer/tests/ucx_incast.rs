@@ -68,7 +68,8 @@ fn assert_within_budget(receiver: &UcxTransport) {
 
 /// The receiver of sixteen hand-offs that were each verified. `None`: there is no UCX here.
 async fn incast(profile: UcxProfile, one_copy: bool) -> Option<Arc<UcxTransport>> {
-    let config = UcxConfig { landing_bytes: LANDING_BYTES, one_copy, ..UcxConfig::new(profile) };
+    let usual = UcxConfig::new(profile);
+    let config = UcxConfig { landing_frames: LANDING_BYTES / usual.max_range_bytes, one_copy, ..usual };
     let to = arena(SENDERS * BLOCKS, 0);
     let receiver = or_skip(UcxTransport::start(to.clone(), config))?;
     let handoffs = (0..SENDERS).map(|number| {

@@ -25,14 +25,6 @@ use crate::error::{TransferError, TransferErrorKind};
 /// Longest range of one frame: a copy of 1 MiB takes a device less time than a message does.
 const RANGE_BYTES: usize = 8 << 20;
 
-/// Under way to a device at once: as many frames as to host memory.
-const LANDING_BYTES: usize = 8 * RANGE_BYTES;
-
-/// What may be under way to this node at once.
-pub(super) fn landing_bytes(arena: &Arena, config: &UcxConfig) -> usize {
-    if holds(arena) { LANDING_BYTES } else { config.landing_bytes }
-}
-
 /// Longest range of one frame.
 pub(super) fn range_bytes(arena: &Arena, config: &UcxConfig) -> usize {
     if holds(arena) { RANGE_BYTES } else { config.max_range_bytes }

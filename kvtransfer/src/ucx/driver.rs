@@ -91,7 +91,7 @@ impl Driver {
         let mut driver = Self {
             prober: None,
             custody: Custody::new(medium),
-            receiving: Receiving::new(device::landing_bytes(&shared.arena, &config)),
+            receiving: Receiving::new(config.landing_frames * device::range_bytes(&shared.arena, &config)),
             desk: Desk::new(worker, region, shared, config, build_id)?,
             context,
             sending: Sending::default(),

@@ -77,9 +77,9 @@ pub struct UcxConfig {
     pub address_key: [u8; 32],
     /// Shared memory only: the receiver copies out of the sender's memory, where it can map that (`one_copy/`).
     pub one_copy: bool,
-    /// Announced payloads wait at their senders while so many bytes are under way to this node's host memory: some
-    /// frames, so that senders that wait sleep instead of fighting for the receiver's queue.
-    pub landing_bytes: usize,
+    /// Announced payloads wait at their senders while so many whole frames are under way to this node. Few,
+    /// so that waiting senders sleep instead of fighting for the receiver's queue.
+    pub landing_frames: usize,
     /// Peers connected at once, in both directions together.
     pub max_peers: usize,
     /// Made on purpose, for tests and demonstrations.
@@ -116,7 +116,7 @@ impl UcxConfig {
             grace: DEFAULT_GRACE,
             address_key: [0; 32],
             one_copy: profile == UcxProfile::Shm,
-            landing_bytes: 8 << 20,
+            landing_frames: 8,
             max_peers: 256,
             faults: Faults::default(),
             mutation: Mutation::None,
