@@ -14,7 +14,7 @@
 //!
 //! What comes of it:
 //! - [`record`]: what a run leaves behind, the one form that the two halves share; [`recording`]: the same as a file.
-//!   [`cost_model`]: what is known of the server's speed.
+//!   [`file_error`]: why a recording or a trace cannot be read. [`cost_model`]: what is known of the server's speed.
 //! - [`stats`]: what a client saw, as numbers; [`sweep`] chooses the rates that find the knee of goodput.
 //! - [`report`]: the numbers as text, JSON, CSV and a page.
 #![forbid(unsafe_code)]
@@ -26,6 +26,7 @@ mod calibrate;
 mod client;
 mod command_line;
 mod cost_model;
+mod file_error;
 mod job;
 mod machine;
 mod metronome;

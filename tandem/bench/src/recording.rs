@@ -4,10 +4,11 @@
 //! several `info` lines the last one counts: it is written again at the end, when more is known.
 use std::fs::File;
 use std::io::{BufRead, BufReader, BufWriter, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::file_error::FileError;
 use super::record::{Interval, Record, Run, RunInfo};
 
 #[derive(Serialize)]
@@ -24,29 +25,6 @@ enum LineIn {
     Info(RunInfo),
     Interval(Interval),
     Record(Box<Record>),
-}
-
-/// Why records cannot be read back.
-#[derive(Debug, thiserror::Error)]
-pub enum ReadError {
-    /// No such file, or it cannot be read.
-    #[error("cannot read {}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The system's reason.
-        source: std::io::Error,
-    },
-    /// A line that is no part of a run.
-    #[error("{}:{line}: {what}", path.display())]
-    Line {
-        /// The file.
-        path: PathBuf,
-        /// Counted from 1.
-        line: usize,
-        /// What is wrong with it.
-        what: String,
-    },
 }
 
 /// A file that grows with the run.
@@ -98,11 +76,11 @@ impl Recorder {
 ///
 /// # Errors
 /// The first line that does not belong.
-pub fn read(path: &Path) -> Result<Run, ReadError> {
-    let io = |source| ReadError::Io { path: path.to_owned(), source };
+pub fn read(path: &Path) -> Result<Run, FileError> {
+    let io = |source| FileError::Io { path: path.to_owned(), source };
     let mut run = Run::default();
     for (index, line) in BufReader::new(File::open(path).map_err(io)?).lines().enumerate() {
-        let wrong = |what: String| ReadError::Line { path: path.to_owned(), line: index + 1, what };
+        let wrong = |what: String| FileError::Line { path: path.to_owned(), line: index + 1, what };
         let line = line.map_err(io)?;
         match serde_json::from_str(&line).map_err(|error| wrong(error.to_string()))? {
             LineIn::Info(info) => run.info = info,
@@ -167,6 +145,6 @@ mod tests {
         let record = serde_json::to_string(&LineOut::Record(&record(0, Outcome::Ok))).unwrap();
         std::fs::write(&path, record).unwrap();
         assert!(read(&path).unwrap_err().to_string().contains("before the first interval"));
-        assert!(matches!(read(Path::new("/nowhere")), Err(ReadError::Io { .. })));
+        assert!(matches!(read(Path::new("/nowhere")), Err(FileError::Io { .. })));
     }
 }

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 
 use rand::Rng;
 
+use super::file_error::FileError;
 use super::piece::Piece;
 use super::seed;
 
@@ -77,24 +78,9 @@ pub struct Selection {
 /// Why a trace cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TraceError {
-    /// No such file, or it cannot be read.
-    #[error("cannot read {}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The system's reason.
-        source: std::io::Error,
-    },
-    /// A line that is not what its format wants.
-    #[error("{}:{line}: {what}", path.display())]
-    Line {
-        /// The file.
-        path: PathBuf,
-        /// Counted from 1.
-        line: usize,
-        /// What is wrong with it.
-        what: String,
-    },
+    /// It cannot be read, or a line is not what its format wants.
+    #[error(transparent)]
+    File(#[from] FileError),
     /// Neither format.
     #[error("{} begins like no known trace: wanted JSON lines with `timestamp`, or a CSV head `TIMESTAMP,…`", .0.display())]
     Unknown(PathBuf),
@@ -114,11 +100,11 @@ type Parse = Box<dyn Fn(&str) -> Result<Recorded, String>>;
 /// # Errors
 /// A file that cannot be read, or its first bad line.
 pub fn read(path: &Path) -> Result<Vec<Recorded>, TraceError> {
-    let io = |source| TraceError::Io { path: path.to_owned(), source };
+    let io = |source| FileError::Io { path: path.to_owned(), source };
     let mut lines = BufReader::new(File::open(path).map_err(io)?).lines();
     let head = lines.next().transpose().map_err(io)?.unwrap_or_default();
     let head = head.trim_start_matches('\u{feff}').trim().to_owned();
-    let wrong = |line: usize, what| TraceError::Line { path: path.to_owned(), line, what };
+    let wrong = |line: usize, what| FileError::Line { path: path.to_owned(), line, what };
     let mut requests = Vec::new();
     let parse: Parse = if head.starts_with('{') {
         requests.push(mooncake::parse(&head).map_err(|what| wrong(1, what))?);
@@ -133,7 +119,7 @@ pub fn read(path: &Path) -> Result<Vec<Recorded>, TraceError> {
             continue;
         }
         if requests.len() == MAX_REQUESTS {
-            return Err(wrong(index + 2, format!("more than {MAX_REQUESTS} requests")));
+            return Err(wrong(index + 2, format!("more than {MAX_REQUESTS} requests")).into());
         }
         requests.push(parse(&line).map_err(|what| wrong(index + 2, what))?);
     }
@@ -258,7 +244,7 @@ mod tests {
         assert!(error.contains(":2: ") && error.contains("ContextTokens"), "{error}");
         assert!(matches!(read(file("what,is,this\n").path()), Err(TraceError::Unknown(_))));
         assert!(matches!(read(file("").path()), Err(TraceError::Unknown(_))));
-        assert!(matches!(read(Path::new("/nowhere/trace")), Err(TraceError::Io { .. })));
+        assert!(matches!(read(Path::new("/nowhere/trace")), Err(TraceError::File(FileError::Io { .. }))));
     }
 
     #[test]
