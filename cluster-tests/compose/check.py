@@ -21,6 +21,9 @@ import urllib.parse
 import urllib.request
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "deploy/observability"))
+import queries  # noqa: E402
+
 COMPOSE = ["docker", "compose"]
 HTTP = f"http://127.0.0.1:{os.environ['TANDEM_HTTP_PORT']}"
 JAEGER = f"http://127.0.0.1:{os.environ['JAEGER_PORT']}"
@@ -199,17 +202,10 @@ def check_prometheus():
 def check_dashboards():
     """While a node is away: its alert is pending, so that the panel of alerts has something to show as well."""
     eventually("an alert is pending", 90, lambda: query('ALERTS{alertname=~"Tandem.+"}'))
-    asked, silent = 0, []
-    for path in sorted((ROOT / "deploy/observability/grafana/dashboards").glob("*.json")):
-        for panel in json.loads(path.read_text())["panels"]:
-            for target in panel.get("targets", []):
-                expr = target["expr"]
-                for variable, value in (("$job", ".*"), ("$instance", ".*"), ("$__rate_interval", "5m")):
-                    expr = expr.replace(variable, value)
-                asked += 1
-                silent += [] if query(expr) else [f"{path.stem}, {panel['title']}: {expr}"]
-    assert not silent, f"{len(silent)} of {asked} queries of the dashboards have no answer: {silent}"
-    say(f"all {asked} queries of the dashboards have an answer")
+    asked = queries.of_dashboards(rate_interval="5m")
+    silent = [f"{each.where}: {each.expr}" for each in asked if not query(each.expr)]
+    assert not silent, f"{len(silent)} of {len(asked)} queries of the dashboards have no answer: {silent}"
+    say(f"all {len(asked)} queries of the dashboards have an answer")
 
 
 def check_grafana():

@@ -9,7 +9,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 DASHBOARDS = HERE / "grafana" / "dashboards"
 RULES = HERE / "prometheus" / "rules"
 # What stands for Grafana's variables. A rate wants four scrapes, as Grafana would choose.
-VARIABLES = {"$job": ".*", "$instance": ".*", "$__rate_interval": "20s"}
+VARIABLES = {"$job": ".*", "$instance": ".*"}
+RATE_INTERVAL = "20s"
 NAME = re.compile(r"\b(?:tandem_\w+|(?:vllm|tandem):[\w:]+)")
 SELECTOR = re.compile(rf"({NAME.pattern})(?:\{{([^}}]*)\}})?")
 MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
@@ -28,13 +29,12 @@ class Query:
     exemplars: bool = False
 
 
-def expanded(expr):
-    for variable, value in VARIABLES.items():
-        expr = expr.replace(variable, value)
-    return expr
+def of_dashboard(dashboard, rate_interval=RATE_INTERVAL):
+    def expanded(expr):
+        for variable, value in {**VARIABLES, "$__rate_interval": rate_interval}.items():
+            expr = expr.replace(variable, value)
+        return expr
 
-
-def of_dashboard(dashboard):
     title = dashboard["title"].removeprefix("Tandem / ")
     for annotation in dashboard["annotations"]["list"]:
         yield Query(f"{title}: annotation {annotation['name']}", expanded(annotation["expr"]))
@@ -49,10 +49,9 @@ def of_dashboard(dashboard):
             yield Query(where, expanded(target["expr"]), target["exemplar"])
 
 
-def of_dashboards():
-    return [
-        query for path in sorted(DASHBOARDS.glob("*.json")) for query in of_dashboard(json.loads(path.read_text()))
-    ]
+def of_dashboards(rate_interval=RATE_INTERVAL):
+    dashboards = [json.loads(path.read_text()) for path in sorted(DASHBOARDS.glob("*.json"))]
+    return [query for dashboard in dashboards for query in of_dashboard(dashboard, rate_interval)]
 
 
 def of_rules(text):
