@@ -16,12 +16,11 @@ cd "$(dirname "$0")/../.."
 me=pack
 # shellcheck source=deploy/packages.sh
 . deploy/packages.sh
+# shellcheck source=deploy/packing.sh
+. deploy/packing.sh
 
 [ $# = 1 ] || die "pack.sh OUT"
-out=$1
-mkdir -p "$out"
-out=$(cd "$out" && pwd)
-[ -z "$(ls -A "$out")" ] || die "$out is not empty"
+out=$(empty_folder "$1")
 cache=${TANDEM_CACHE:-$HOME/.cache/tandem}
 release=$(deploy/target_dir.sh)/release
 deploy/setup.sh
@@ -33,7 +32,7 @@ cargo build --release --locked --bins
 cargo build --release --locked -p tandem-engine --example bench_cpu
 cargo build --release --locked -p tandem-cluster-tests --example bench_handoff
 mkdir -p "$out/built/release/examples" "$out/cache/peers"
-for program in tandem tandem-router tandem-prefill-node tandem-decode-node examples/bench_cpu examples/bench_handoff; do
+for program in $programs examples/bench_cpu examples/bench_handoff; do
   strip -o "$out/built/release/$program" "$release/$program"
 done
 cp -r deploy "$out/"

@@ -123,7 +123,7 @@ install_mistralrs() {
 
 mkdir -p "$peers"
 # shellcheck disable=SC2046  # a list of words
-[ "$*" = source ] || install_packages $(llama_packages)
+install_packages $(llama_packages)
 fetch_llama
 [ "$*" != source ] || exit 0
 build_llama

@@ -12,13 +12,12 @@ cd "$(dirname "$0")/../.."
 me=pack
 # shellcheck source=deploy/packages.sh
 . deploy/packages.sh
+# shellcheck source=deploy/packing.sh
+. deploy/packing.sh
 limit_mib=64
 
 [ $# = 1 ] || die "pack.sh OUT"
-out=$1
-mkdir -p "$out"
-out=$(cd "$out" && pwd)
-[ -z "$(ls -A "$out")" ] || die "$out is not empty"
+out=$(empty_folder "$1")
 mkdir -p "$out/programs/deps" "$out/programs/examples"
 
 say "building programs and tests"
@@ -29,7 +28,6 @@ cargo build --release --locked -p tandem-cluster-tests --example bench_handoff
 cargo test --release --locked -p tandem-cuda --no-run --message-format=json > "$out/built.json"
 cargo test --release --locked -p tandem-cluster-tests --test cuda_ucx --no-run --message-format=json >> "$out/built.json"
 release=$(deploy/target_dir.sh)/release
-programs="tandem tandem-router tandem-prefill-node tandem-decode-node"
 for program in $programs; do strip -o "$out/programs/$program" "$release/$program"; done
 strip -o "$out/programs/bench_cuda" "$release/examples/bench_cuda"
 # These two look for the programs one folder above their own.
