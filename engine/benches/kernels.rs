@@ -54,7 +54,9 @@ fn main() -> Result<(), String> {
         }
     }
     for dtype in [KvDtype::Bf16, KvDtype::Int8, KvDtype::F32] {
-        for (rows, batch, context) in [(1, 1, 256), (1, 16, 256), (1, 1, 1024), (1, 16, 1024), (512, 1, 0)] {
+        for (rows, batch, context) in
+            [(1, 1, 256), (1, 16, 256), (1, 1, 1024), (1, 16, 1024), (1, 1, 8000), (512, 1, 0)]
+        {
             bench.attention(dtype, rows, batch, context);
         }
         bench.kv_write(dtype);

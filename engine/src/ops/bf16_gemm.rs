@@ -25,12 +25,14 @@ use self::formats::{Bf16, F16, F32, Format, PAIRS, Q4_1, Q4K, Q5_1, Q5K, Q6K, Q8
 use super::Shared;
 use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
 use super::product::{AHEAD, ChunkId, Output, Target, for_each_task};
-use super::simd::{LANES, bf16, bits, prefetch, rounded_pairs};
+use super::simd::{CacheLevel, LANES, bf16, bits, prefetch, rounded_pairs};
 
 /// Rows that a task works on at a time: their `x` of a slice stays in the L2 cache.
 const ROW_CHUNK: usize = 96;
 /// Rows of a tile: 16 sums, two vectors of weights, a broadcast, and what decodes weights fit the registers.
 const TILE_ROWS: usize = 8;
+/// Rows whose products are done before the next integers come from memory.
+const MEMORY_BOUND_ROWS: usize = 4;
 /// Rows up to which weights are decoded for each tile.
 const DIRECT_ROWS: usize = 8;
 /// Groups of `k` that are expanded at a time: 144 KiB with their scales, which stay in the L2 cache beside `x`.
@@ -148,8 +150,8 @@ unsafe fn panel_of<F: Format>(scratch: &mut Scratch, panel: *const u8, target: T
 trait Weights: Copy {
     /// As [`Format::SCALES`].
     const SCALES: usize;
-    /// Asks memory for what is needed later.
-    unsafe fn ask_ahead(self, group: usize);
+    /// Asks memory for what is needed later, while so many rows are multiplied.
+    unsafe fn ask_ahead(self, group: usize, rows: usize);
     /// As [`Format::two_pairs`].
     unsafe fn two_pairs(self, group: usize, half: usize, pair: usize) -> [__m512i; 2];
     /// As [`Format::scales`].
@@ -170,8 +172,11 @@ impl<F> Copy for Packed<F> {}
 impl<F: Format> Weights for Packed<F> {
     const SCALES: usize = F::SCALES;
     #[inline(always)]
-    unsafe fn ask_ahead(self, group: usize) {
-        F::KIND.ask_for(self.0, group + AHEAD);
+    unsafe fn ask_ahead(self, group: usize, rows: usize) {
+        // Few rows wait for their weights. More take longer than integers take to come, and then want them close by.
+        let waits = rows <= MEMORY_BOUND_ROWS || matches!(F::KIND, WeightFormat::Bf16);
+        let to = if waits { CacheLevel::Second } else { CacheLevel::First };
+        F::KIND.ask_for(to, self.0, group + AHEAD);
     }
     #[inline(always)]
     unsafe fn two_pairs(self, group: usize, half: usize, pair: usize) -> [__m512i; 2] {
@@ -213,8 +218,8 @@ struct Expanded<const SCALES: usize> {
 impl<const SCALES: usize> Weights for Expanded<SCALES> {
     const SCALES: usize = SCALES;
     #[inline(always)]
-    unsafe fn ask_ahead(self, group: usize) {
-        prefetch(self.next.wrapping_add((group - self.first) * self.bytes), self.bytes);
+    unsafe fn ask_ahead(self, group: usize, _rows: usize) {
+        prefetch(CacheLevel::First, self.next.wrapping_add((group - self.first) * self.bytes), self.bytes);
     }
     #[inline(always)]
     unsafe fn two_pairs(self, group: usize, half: usize, pair: usize) -> [__m512i; 2] {
@@ -241,7 +246,8 @@ impl<const SCALES: usize> Weights for Expanded<SCALES> {
 unsafe fn expand<F: Format>(to: &mut Vec<ExpandedBlock>, panel: *const u8, groups: Range<usize>) {
     to.resize(SLICE, ExpandedBlock::ZERO);
     for (to, group) in to.iter_mut().zip(groups) {
-        F::KIND.ask_for(panel, group + AHEAD);
+        // The slice before was multiplied meanwhile, and most of this one is on its way: little is left to ask for.
+        F::KIND.ask_for(CacheLevel::First, panel, group + AHEAD);
         let block = F::KIND.block(panel, group);
         // SAFETY: a group of the panel; pairs are even and below 16; each row of lanes is a vector.
         unsafe {
@@ -314,7 +320,7 @@ unsafe fn tile<W: Weights, const M: usize>(
             }
         }
         for group in groups.clone() {
-            weights.ask_ahead(group);
+            weights.ask_ahead(group, M);
             let row = first * scratch.groups + group * M;
             let x = scratch.x.as_ptr().add(row * PAIRS);
             let scales = [weights.scales(group, 0), weights.scales(group, 1)];

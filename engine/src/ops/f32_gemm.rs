@@ -10,7 +10,7 @@ use super::Shared;
 use super::blocks::{fifth_shift, nibble_shift, upper_shift};
 use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
 use super::product::{AHEAD, Output, Target, for_each_task};
-use super::simd::{Isa, LANES, Lanes, isa_dispatch};
+use super::simd::{CacheLevel, Isa, LANES, Lanes, isa_dispatch};
 use super::weight_format::{Block, NIBBLES_BYTES};
 
 /// Rows that a task works on at a time, so that they stay in the core's L2 cache.
@@ -367,7 +367,7 @@ unsafe fn expanded<L: Lanes, F: Format>(panel: *const u8, k: usize, out: *mut f3
     for first in (0..k).step_by(BLOCK) {
         // SAFETY: block by block inside the panel, row by row inside `out`.
         unsafe {
-            F::KIND.ask_for(panel, first / BLOCK + AHEAD);
+            F::KIND.ask_for(CacheLevel::Second, panel, first / BLOCK + AHEAD);
             let block = F::KIND.block(panel, first / BLOCK);
             let scales = F::scales::<L>(block);
             for eight in (0..BLOCK).step_by(8) {
@@ -427,7 +427,7 @@ unsafe fn tile<L: Lanes, F: Format, const M: usize>(
         let mut sums = [[L::splat(0.0); 2]; M];
         for first in (0..k).step_by(BLOCK) {
             if F::IN_MEMORY {
-                F::KIND.ask_for(panel, first / BLOCK + AHEAD);
+                F::KIND.ask_for(CacheLevel::Second, panel, first / BLOCK + AHEAD);
             }
             let block = F::KIND.block(panel, first / BLOCK);
             let scales = F::scales::<L>(block);

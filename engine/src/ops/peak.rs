@@ -3,7 +3,7 @@
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
-use super::simd::{Isa, LANES, Lanes, isa_dispatch, prefetch};
+use super::simd::{CacheLevel, Isa, LANES, Lanes, isa_dispatch, prefetch};
 use super::weight_memory::WeightMemory;
 
 /// Sums that do not wait for one another: enough for the latency, and few enough for the registers of AVX2.
@@ -48,7 +48,7 @@ impl Memory {
         let mut sums = [0u64; STEP / 8];
         for words in self.0.as_chunks::<STEP>().0 {
             // What is asked for ahead may lie behind the memory: it is only hinted at.
-            prefetch(words.as_ptr().wrapping_add(AHEAD), STEP);
+            prefetch(CacheLevel::First, words.as_ptr().wrapping_add(AHEAD), STEP);
             for (sum, word) in sums.iter_mut().zip(words.as_chunks().0) {
                 *sum ^= u64::from_ne_bytes(*word);
             }

@@ -26,6 +26,7 @@ pub(super) use self::trial::fault;
 use super::bf16_k32::{ToTiles, from_sums, pairs_of, to_tiles, x_lift};
 use super::packed::{BLOCK, PackedMatrix, WeightFormat};
 use super::product::{AHEAD, Output, Target, for_each_task};
+use super::simd::CacheLevel;
 use super::weight_format::Block;
 use super::{Shared, pool};
 
@@ -218,7 +219,7 @@ impl Blocks {
 
     /// Asks memory for the block some groups behind that of `group`.
     fn ask_ahead(self, group: usize) {
-        self.format.ask_for(self.panel, self.first + group + AHEAD);
+        self.format.ask_for(CacheLevel::First, self.panel, self.first + group + AHEAD);
     }
 }
 

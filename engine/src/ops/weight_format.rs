@@ -49,7 +49,7 @@
 //! Q4_1 and Q5_1.
 use tandem_gguf::TensorType;
 
-use super::simd::{Isa, LANES, prefetch};
+use super::simd::{CacheLevel, Isa, LANES, prefetch};
 
 /// Output columns of a panel.
 pub(super) const PANEL: usize = 2 * LANES;
@@ -156,12 +156,12 @@ impl WeightFormat {
 
     /// Asks memory for a block, which may lie behind the panel, and with the first of a super-block for its scales.
     #[inline(always)]
-    pub(super) fn ask_for(self, panel: *const u8, block: usize) {
+    pub(super) fn ask_for(self, to: CacheLevel, panel: *const u8, block: usize) {
         let Block { scales, numbers } = self.block(panel, block);
         if block.is_multiple_of(self.blocks_together()) {
-            prefetch(scales, self.scales_bytes());
+            prefetch(to, scales, self.scales_bytes());
         }
-        prefetch(numbers, self.block_bytes());
+        prefetch(to, numbers, self.block_bytes());
     }
 }
 

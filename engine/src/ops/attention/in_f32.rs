@@ -6,7 +6,7 @@ use super::running::Running;
 use super::{Part, Tile};
 use crate::numerics::KvDtype;
 use crate::ops::kv::SUB_BLOCK_TOKENS;
-use crate::ops::simd::{Isa, LANES, Lanes, isa_dispatch, prefetch};
+use crate::ops::simd::{CacheLevel, Isa, LANES, Lanes, isa_dispatch, prefetch};
 
 /// Query rows of a task: they share one unpacking of each sub-block of K and V.
 pub(super) const TILE_ROWS: usize = 16;
@@ -52,7 +52,7 @@ unsafe fn take_with<L: Lanes>(tile: &Tile<'_>, keys: Range<usize>, running: Runn
         for part in [Part::K, Part::V] {
             // Blocks lie anywhere in the arena, which the processor does not foresee.
             let ahead = tile.sub_block((index + AHEAD).min(end - 1), part);
-            prefetch(ahead, tile.kv.layout().sub_block_bytes());
+            prefetch(CacheLevel::Second, ahead, tile.kv.layout().sub_block_bytes());
         }
         let first_key = index * SUB_BLOCK_TOKENS;
         let pairs = tile.pairs_seeing(first_key..first_key + SUB_BLOCK_TOKENS);

@@ -22,7 +22,7 @@ use std::ops::Range;
 
 use super::Tile;
 use super::running::Running;
-use super::span::{Operands, SPAN, SPAN_TOKENS, Softmax, Span, Unwritten, logits, take_scores};
+use super::span::{Ahead, Operands, SPAN, SPAN_TOKENS, Softmax, Span, Unwritten, logits, take_scores};
 use crate::ops::kv::{KvLayout, SUB_BLOCK_TOKENS};
 use crate::ops::simd::LANES;
 use crate::ops::tiles::amx::{self, ROW_BYTES, Shapes, Tiles};
@@ -73,6 +73,9 @@ pub(super) unsafe fn take<T: Tiles>(
         let mut configured = tile.pairs().min(PAIRS);
         let mut tiles = T::configured(&shapes(configured));
         for first_key in (keys.start / SPAN_TOKENS * SPAN_TOKENS..keys.end).step_by(SPAN_TOKENS) {
+            if let Some(ahead) = Ahead::of(tile, first_key + SPAN_TOKENS) {
+                ahead.prefetch(tile);
+            }
             let span = operands.span(tile, first_key, Unwritten::SubBlock);
             let Range { start, end } = tile.pairs_seeing(first_key..first_key + SPAN_TOKENS);
             for first in (start..end).step_by(PAIRS) {

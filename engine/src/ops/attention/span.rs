@@ -14,7 +14,7 @@ use super::running::Running;
 use super::{Part, Tile};
 use crate::numerics::KvDtype;
 use crate::ops::kv::SUB_BLOCK_TOKENS;
-use crate::ops::simd::{LANES, prefetch};
+use crate::ops::simd::{CacheLevel, LANES, prefetch};
 
 /// Query rows of a task.
 pub(super) const TILE_ROWS: usize = 32;
@@ -76,13 +76,12 @@ impl Operands {
         }
     }
 
-    /// The span at `first_key`. Asks for the next one ahead.
+    /// The span at `first_key`.
     ///
     /// # Safety
     /// The tile sees a key of the span, and its queries were rounded last; features as for [`Self::round_queries`].
     #[inline(always)]
     pub unsafe fn span(&mut self, tile: &Tile<'_>, first_key: usize, unwritten: Unwritten) -> Span {
-        prefetch_span(tile, first_key + SPAN_TOKENS);
         // SAFETY: as the caller says; the copies were made for the tile's heads.
         unsafe { span_at(tile, first_key, &mut self.copies, unwritten) }
     }
@@ -136,13 +135,56 @@ unsafe fn span_at(tile: &Tile<'_>, first_key: usize, copies: &mut [u32], unwritt
     }
 }
 
-/// Asks for the span at `first_key`: blocks lie anywhere in the arena, which the hardware does not foresee.
-#[inline(always)]
-fn prefetch_span(tile: &Tile<'_>, first_key: usize) {
-    let (first, end) = (first_key / SUB_BLOCK_TOKENS, (tile.start + tile.rows).div_ceil(SUB_BLOCK_TOKENS));
-    for index in first..end.min(first + SPAN) {
-        for part in [Part::K, Part::V] {
-            prefetch(tile.sub_block(index, part), tile.kv.layout().sub_block_bytes());
+/// Where the span lies that comes next. Blocks lie anywhere in the arena, which the hardware does not foresee.
+pub(super) struct Ahead {
+    /// Of sub-blocks that the tile does not see any more another one's.
+    keys: [*const u8; SPAN],
+    values: [*const u8; SPAN],
+    /// Numbers of 8 bits lie at half of the bytes at which they do in bf16.
+    halved: u32,
+}
+
+impl Ahead {
+    /// Of the span at `first_key`; `None` where the tile sees no key of it.
+    #[inline(always)]
+    pub fn of(tile: &Tile<'_>, first_key: usize) -> Option<Self> {
+        let (first, end) = (first_key / SUB_BLOCK_TOKENS, (tile.start + tile.rows).div_ceil(SUB_BLOCK_TOKENS));
+        let seen = SPAN.min(end.saturating_sub(first));
+        if seen == 0 {
+            return None;
+        }
+        let part = |part| std::array::from_fn(|i| tile.sub_block(first + i.min(seen - 1), part));
+        let (keys, values): ([*const u8; SPAN], _) = (part(Part::K), part(Part::V));
+        let halved = u32::from(tile.kv.layout().dtype == KvDtype::Int8);
+        if halved > 0 {
+            for sub_block in keys.into_iter().chain(values) {
+                prefetch(CacheLevel::Second, sub_block.wrapping_add(SUB_BLOCK_TOKENS * tile.head_dim), 1);
+            }
+        }
+        Some(Self { keys, values, halved })
+    }
+
+    /// Asks for the lines which in the span at hand are vector `vector` of the keys of all sub-blocks. A kernel does so
+    /// where it loads these: spread over the span the lines come while it computes, in one go they would hold it up.
+    #[inline(always)]
+    pub fn prefetch_keys(&self, vector: usize) {
+        for keys in self.keys {
+            prefetch(CacheLevel::Second, keys.wrapping_add(vector * 64 >> self.halved), 1);
+        }
+    }
+
+    /// The same for `count` vectors from `vector` on of the values of one sub-block.
+    #[inline(always)]
+    pub fn prefetch_values(&self, sub_block: usize, vector: usize, count: usize) {
+        let from = self.values[sub_block].wrapping_add(vector * 64 >> self.halved);
+        prefetch(CacheLevel::Second, from, count * 64 >> self.halved);
+    }
+
+    /// Asks for all of it at once.
+    #[inline(always)]
+    pub fn prefetch(&self, tile: &Tile<'_>) {
+        for sub_block in self.keys.into_iter().chain(self.values) {
+            prefetch(CacheLevel::First, sub_block, tile.kv.layout().sub_block_bytes());
         }
     }
 }
