@@ -10,6 +10,7 @@
 //! there may be some.
 mod accepts;
 mod answers;
+mod booking;
 pub mod breaker;
 mod entry;
 pub mod fence;
@@ -356,10 +357,9 @@ impl Membership {
     }
 
     fn booked(&self, Booked { prefill, decode, candidates, apart }: Booked) -> Route {
-        let (prefill, prefill_share) = prefill.map(|booking| (booking.node, booking.share)).unzip();
-        let (decode, decode_share) = (decode.node, decode.share);
+        let ((prefill, prefill_booking), (decode, decode_booking)) = (prefill.unzip(), decode);
         let (table, freed) = (Arc::clone(&self.table), self.freed.clone());
-        Route { prefill, decode, candidates, apart, prefill_share, decode_share, table, freed }
+        Route { prefill, decode, candidates, apart, prefill_booking, decode_booking, table, freed }
     }
 
     /// How soon the first token of a request would come that was routed now; `None` where no node has measured its

@@ -6,7 +6,7 @@ use std::time::Instant;
 use tandem_proto::v1;
 use tandem_telemetry::clock;
 
-use super::entry::Share;
+use super::booking::BookingId;
 use super::table::Table;
 use super::{Freed, Node, lock};
 use crate::select::ways::{Apart, Fallback, PairWay};
@@ -23,8 +23,8 @@ pub struct Route {
     pub candidates: Vec<Candidate>,
     /// Pairs that are none, because KV does not get from the one to the other.
     pub apart: Arc<[Apart]>,
-    pub(super) prefill_share: Option<Share>,
-    pub(super) decode_share: Share,
+    pub(super) prefill_booking: Option<BookingId>,
+    pub(super) decode_booking: BookingId,
     pub(super) table: Arc<Mutex<Table>>,
     pub(super) freed: Freed,
 }
@@ -46,34 +46,32 @@ impl Route {
     }
 
     /// The node of `role` did its part.
-    pub fn succeeded(&mut self, role: Role) {
-        let share = share_of(role, &mut self.prefill_share, &mut self.decode_share);
-        lock(&self.table).succeeded(share);
+    pub fn succeeded(&self, role: Role) {
+        lock(&self.table).succeeded(self.booking(role));
     }
 
     /// The node of `role` failed.
-    pub fn failed(&mut self, role: Role, now: Instant) {
-        let share = share_of(role, &mut self.prefill_share, &mut self.decode_share);
-        lock(&self.table).failed(share, now);
+    pub fn failed(&self, role: Role, now: Instant) {
+        lock(&self.table).failed(self.booking(role), now);
     }
 
     /// The first token is here: the prompt is computed. Only the first call counts.
-    pub fn computed(&mut self, now: Instant) {
-        lock(&self.table).computed(self.prefill_share.as_mut(), &mut self.decode_share, now);
+    pub fn computed(&self, now: Instant) {
+        lock(&self.table).computed(self.bookings(), now);
         self.freed.tell();
     }
 
     /// The prefill node has nothing more to compute for this request: it can take another one.
-    pub fn prefilled(&mut self) {
-        if let Some(share) = &mut self.prefill_share {
-            lock(&self.table).release(share);
+    pub fn prefilled(&self) {
+        if let Some(booking) = self.prefill_booking {
+            lock(&self.table).release(booking);
             self.freed.tell();
         }
     }
 
     /// Decode has let go of the request, which goes on with prefill alone: it can take another one.
-    pub fn decode_lost(&mut self) {
-        lock(&self.table).release(&mut self.decode_share);
+    pub fn decode_lost(&self) {
+        lock(&self.table).release(self.decode_booking);
         self.freed.tell();
     }
 
@@ -113,18 +111,22 @@ impl Route {
             _ => &self.decode,
         }
     }
-}
 
-fn share_of<'a>(role: Role, prefill: &'a mut Option<Share>, decode: &'a mut Share) -> &'a mut Share {
-    match (role, prefill) {
-        (Role::Prefill, Some(prefill)) => prefill,
-        _ => decode,
+    fn booking(&self, role: Role) -> BookingId {
+        match (role, self.prefill_booking) {
+            (Role::Prefill, Some(prefill)) => prefill,
+            _ => self.decode_booking,
+        }
+    }
+
+    fn bookings(&self) -> impl Iterator<Item = BookingId> {
+        self.prefill_booking.into_iter().chain([self.decode_booking])
     }
 }
 
 impl Drop for Route {
     fn drop(&mut self) {
-        lock(&self.table).unbook(self.prefill_share.iter_mut().chain([&mut self.decode_share]), clock::now());
+        lock(&self.table).end(self.bookings(), clock::now());
         self.freed.tell();
     }
 }

@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 use tandem_proto::{DEFAULT_BLOCK_TOKENS, Error, ErrorKind, Life, SequenceHash, v1};
 
 use super::answers::Answers;
+use super::booking::{BookingId, Stage};
 use super::breaker::{Breaker, Settings};
-use super::entry::{Entry, Part, Prompt, Share};
+use super::entry::Entry;
 use super::fence::Fence;
 use super::now::{ClusterNow, Departed, Departures};
 use super::room::{Room, Rooms, Wanted};
@@ -23,19 +24,12 @@ use crate::select::{self, Candidate, Cluster, LocalPrefill, Need, NoPair, NodeVi
 /// A plan with its work booked: what becomes a [`super::Route`].
 #[derive(Debug)]
 pub(super) struct Booked {
-    pub prefill: Option<Booking>,
-    pub decode: Booking,
+    pub prefill: Option<(Arc<Node>, BookingId)>,
+    pub decode: (Arc<Node>, BookingId),
     /// The chosen one first.
     pub candidates: Vec<Candidate>,
     /// Pairs that are none.
     pub apart: Arc<[Apart]>,
-}
-
-/// A node of a plan, and what is booked on it.
-#[derive(Debug)]
-pub(super) struct Booking {
-    pub node: Arc<Node>,
-    pub share: Share,
 }
 
 #[derive(Debug)]
@@ -382,17 +376,17 @@ impl Table {
         let best = candidates.first().ok_or(NoPair::Incompatible)?;
         let uncached = u64::from(need.prompt_tokens.saturating_sub(best.cached_tokens));
         // A node that is kept has the prompt.
-        let (part, tokens) = (Part::Computes(Prompt::of(best, now)), if best.kept { 0 } else { uncached });
+        let (stage, tokens) = (Stage::computing(best, now), if best.kept { 0 } else { uncached });
         let prefill_work = Work { requests: 1, tokens, blocks: need.prompt_blocks(), ..Work::default() };
         let context = u64::from(need.prompt_tokens);
         let answers = u64::from(need.answer_tokens);
         let decode_work = Work { requests: 1, tokens: 0, blocks: need.usual_blocks(), context, answers };
         let (prefill, decode) = match (best.plan(), best.prefill) {
             (Plan::Pair, Some(prefill)) => {
-                let prefill = self.book(prefill, prefill_work, part, now)?;
-                (Some(prefill), self.book(best.decode, decode_work, Part::Awaits(best.ttft_ms()), now)?)
+                let prefill = self.book(prefill, prefill_work, stage, now)?;
+                (Some(prefill), self.book(best.decode, decode_work, Stage::Awaiting { ms: best.ttft_ms() }, now)?)
             }
-            _ => (None, self.book(best.decode, Work { tokens, ..decode_work }, part, now)?),
+            _ => (None, self.book(best.decode, Work { tokens, ..decode_work }, stage, now)?),
         };
         Ok(Booked { prefill, decode, candidates, apart: Arc::clone(self.ways.apart()) })
     }
@@ -423,7 +417,7 @@ impl Table {
     /// What is booked on a node that no report of it includes.
     #[cfg(test)]
     pub fn routed_of(&self, session: u64) -> Work {
-        self.views.iter().find(|view| view.session == session).map(|view| view.routed).unwrap_or_default()
+        self.entries.get(&session).map(|entry| entry.bookings.routed()).unwrap_or_default()
     }
 
     /// What each node holds of such a prompt, by session.
@@ -434,19 +428,16 @@ impl Table {
         self.views.iter().map(|view| view.cached_blocks_of_prompt).collect()
     }
 
-    fn book(&mut self, session: u64, work: Work, part: Part, now: Instant) -> Result<Booking, NoPair> {
-        let (entry, view) = self.of(session).ok_or(NoPair::Incompatible)?;
-        let share = entry.book(view, work, part, now);
-        Ok(Booking { node: Arc::clone(&entry.node), share })
+    fn book(&mut self, session: u64, work: Work, stage: Stage, now: Instant) -> Result<(Arc<Node>, BookingId), NoPair> {
+        let entry = self.entries.get_mut(&session).ok_or(NoPair::Incompatible)?;
+        let number = entry.book(work, stage, now);
+        Ok((Arc::clone(&entry.node), BookingId { session, number }))
     }
 
-    /// The first token of the request that was booked with `prefill`, if its plan is a pair, and `decode` is here.
-    pub fn computed(&mut self, prefill: Option<&mut Share>, decode: &mut Share, now: Instant) {
-        for share in prefill.into_iter().chain([decode]) {
-            if let Some((entry, view)) = self.of(share.session) {
-                entry.computed(view, share, now);
-                entry.begins(share);
-            }
+    /// The first token of the request with these bookings is here.
+    pub fn computed(&mut self, bookings: impl Iterator<Item = BookingId>, now: Instant) {
+        for BookingId { session, number } in bookings {
+            self.entries.get_mut(&session).into_iter().for_each(|entry| entry.computed(number, now));
         }
     }
 
@@ -473,18 +464,14 @@ impl Table {
     }
 
     /// The node did its part for this request.
-    pub fn succeeded(&mut self, share: &mut Share) {
-        share.probe = false;
-        if let Some(entry) = self.entries.get_mut(&share.session) {
-            entry.breaker.succeeded();
-        }
+    pub fn succeeded(&mut self, BookingId { session, number }: BookingId) {
+        self.entries.get_mut(&session).into_iter().for_each(|entry| entry.succeeded(number));
     }
 
     /// The node failed this request.
-    pub fn failed(&mut self, share: &mut Share, now: Instant) {
-        let probe = std::mem::take(&mut share.probe);
-        let Some(entry) = self.entries.get_mut(&share.session) else { return };
-        if entry.breaker.failed(probe, now) {
+    pub fn failed(&mut self, BookingId { session, number }: BookingId, now: Instant) {
+        let Some(entry) = self.entries.get_mut(&session) else { return };
+        if entry.failed(number, now) {
             tracing::warn!(
                 node = entry.node.info.node_id,
                 "node failed requests in a row: it is ranked last for a time"
@@ -494,9 +481,14 @@ impl Table {
     }
 
     /// The node has done its work for this request, but for what its next report says.
-    pub fn release(&mut self, share: &mut Share) {
-        if let Some((entry, view)) = self.of(share.session) {
-            entry.release(view, share);
+    pub fn release(&mut self, BookingId { session, number }: BookingId) {
+        self.entries.get_mut(&session).into_iter().for_each(|entry| entry.bookings.release(number));
+    }
+
+    /// The request with these bookings is over on their nodes.
+    pub fn end(&mut self, bookings: impl Iterator<Item = BookingId>, now: Instant) {
+        for BookingId { session, number } in bookings {
+            self.entries.get_mut(&session).into_iter().for_each(|entry| entry.end(number, now));
         }
     }
 
@@ -540,18 +532,6 @@ impl Table {
         select::select(&cluster, need, wish, settings, self.turn)
     }
 
-    /// Takes bookings back that no report has replaced yet, and probes that had no verdict.
-    pub fn unbook<'a>(&mut self, shares: impl IntoIterator<Item = &'a mut Share>, now: Instant) {
-        for share in shares {
-            let Some((entry, view)) = self.of(share.session) else { continue };
-            if share.probe {
-                entry.breaker.unproven();
-            }
-            entry.release(view, share);
-            entry.unbook(view, share, now);
-        }
-    }
-
     pub fn has_pair(&self, local: LocalPrefill) -> bool {
         select::is_served(&self.views, local)
     }
@@ -570,7 +550,7 @@ impl Table {
         let none = Totals { block_tokens: self.block_tokens(), deaths: self.deaths, ..Totals::default() };
         let none = Totals { preemptions: self.preemptions, ..none };
         self.entries.values().zip(&self.views).fold(none, |mut totals, (entry, view)| {
-            let held = view.held.requests;
+            let held = entry.bookings.held().requests;
             let beyond = u64::from(held.saturating_sub(view.max_running));
             match entry.node.role {
                 Role::Prefill => {

@@ -178,7 +178,7 @@ fn requests_on_nodes_wait_beyond_the_places_of_a_batch() {
     assert_eq!((totals.with_prefill, totals.beyond_prefill, totals.beyond_decode), (5, 3, 3));
     assert_eq!(totals.waiting(), 3, "each once, though it is beyond both batches");
     // First tokens: who had them wait for decode.
-    routes.iter_mut().for_each(Route::prefilled);
+    routes.iter().for_each(Route::prefilled);
     assert_eq!((membership.totals().beyond_prefill, membership.totals().waiting()), (0, 3));
     routes.truncate(2);
     assert_eq!(membership.totals().waiting(), 0);
@@ -353,7 +353,7 @@ fn a_node_that_keeps_failing_is_tried_last_and_one_request_at_a_time_tries_wheth
     // Whatever else speaks against the good one.
     assert!((0..4).all(|_| route(&[good], start).decode.session == good));
     let later = start + Duration::from_secs(2);
-    let mut probe = route(&[good], later);
+    let probe = route(&[good], later);
     assert_eq!(probe.decode.session, bad);
     assert_eq!(route(&[good], later).decode.session, good, "one probe at a time");
     probe.failed(Role::Decode, later);
@@ -362,7 +362,7 @@ fn a_node_that_keeps_failing_is_tried_last_and_one_request_at_a_time_tries_wheth
     let later = later + Duration::from_secs(4);
     // A probe that ends without a verdict, because its client left, is no verdict.
     drop(route(&[good], later));
-    let mut probe = route(&[good], later);
+    let probe = route(&[good], later);
     assert_eq!(probe.decode.session, bad);
     probe.succeeded(Role::Decode);
     assert_eq!(route(&[good], later).decode.session, bad);

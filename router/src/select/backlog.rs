@@ -26,6 +26,12 @@ impl Backlog {
         self.until.saturating_duration_since(now).as_secs_f64() * 1e3
     }
 
+    /// Prompts that were added since the last report and are not done.
+    #[cfg(test)]
+    pub fn pending(&self) -> Duration {
+        self.pending
+    }
+
     /// The node reports work of `ms`: all that was added before is in it, or done.
     pub fn reported(&mut self, now: Instant, ms: f64) {
         *self = Self { until: now + duration(ms), pending: Duration::ZERO };

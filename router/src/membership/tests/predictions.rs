@@ -24,7 +24,7 @@ fn first_tokens_teach_how_long_prompts_really_take() {
     let (membership, ..) = measured_pair(start);
     let mut now = start;
     for _ in 0..40 {
-        let mut route = membership.route(ask(100, 10), &Wish::default(), now).unwrap();
+        let route = membership.route(ask(100, 10), &Wish::default(), now).unwrap();
         now += Duration::from_millis(165);
         route.computed(now);
         // Only the first call counts.
@@ -39,7 +39,7 @@ fn first_tokens_teach_how_long_prompts_really_take() {
 fn a_late_prompt_makes_those_behind_it_late() {
     let start = Instant::now();
     let (membership, ..) = measured_pair(start);
-    let mut routes: Vec<_> = (0..2).map(|_| membership.route(ask(100, 10), &Wish::default(), start).unwrap()).collect();
+    let routes: Vec<_> = (0..2).map(|_| membership.route(ask(100, 10), &Wish::default(), start).unwrap()).collect();
     assert!((routes[1].candidates[0].ttft_ms() - 220.0).abs() < 1e-6);
     let now = at(start, 140);
     routes[0].computed(now);
@@ -60,7 +60,7 @@ fn who_waits_for_its_kv_is_less_in_the_way_of_a_local_prompt_until_it_begins() {
     };
     assert_eq!(harm_ms(start), 0.0);
     // Computed on the prefill node for 110 ms, about as long as the local one: it waits for half of that in the mean.
-    let mut first = membership.route(ask(100, 10), &Wish::default(), start).unwrap();
+    let first = membership.route(ask(100, 10), &Wish::default(), start).unwrap();
     let begins_later = harm_ms(start);
     first.computed(start);
     let runs = harm_ms(start);
@@ -82,7 +82,7 @@ fn a_decode_node_beside_a_prefill_node_learns_how_long_its_prompts_take() {
     let load = v1::Load { free_blocks: 64, step_cost: Some(cost), ..v1::Load::default() };
     for _ in 0..200 {
         [p, d].into_iter().for_each(|session| membership.report(session, &load, now));
-        let mut route = membership.route(ask(100, 10), &Wish::default(), now).unwrap();
+        let route = membership.route(ask(100, 10), &Wish::default(), now).unwrap();
         assert_eq!(route.sessions(), (None, d));
         now += Duration::from_secs_f64(route.candidates[0].ttft_ms() * 1.3 / 1e3);
         route.computed(now);

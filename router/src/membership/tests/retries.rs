@@ -37,7 +37,7 @@ fn the_room_of_a_decode_that_was_let_go_is_free() {
     membership.register(register("p", v1::Role::Prefill, 1), now).unwrap();
     let one = v1::Register { max_running: 1, ..register("d", v1::Role::Decode, 1) };
     membership.register(one, now).unwrap();
-    let mut first = route(&membership, 16, 16).unwrap();
+    let first = route(&membership, 16, 16).unwrap();
     let wish = Wish { keep: Some(prefill_of(&first)), ..Wish::default() };
     let again = || {
         membership.route_again(ask(16, 16), &wish, Accepts { unsound: false, without_room: false, node_queue: 0 }, now)
