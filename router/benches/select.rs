@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tandem_proto::v1;
-use tandem_router::membership::waiting::{Ahead, Size};
+use tandem_router::capacity::{Ahead, Capacity, Size};
 use tandem_router::membership::{Ask, Expected, Membership};
 use tandem_router::select::calibrate::Links;
 use tandem_router::select::coming::Coming;

@@ -3,14 +3,14 @@
 //!
 //! - [`queue`]: who starts, who waits, who is refused; [`fair`]: the order between tenants; [`drain_rate`]: how fast
 //!   it moves.
-//! - [`lateness`]: what predictions miss. [`poll_budget`]: how often it asks for room. [`limiter`]: rates of one API
-//!   key.
+//! - [`lateness`]: what predictions miss. [`limiter`]: rates of one API key.
 //! - [`tenant`]: whose request it is; [`keys`]: which key makes it whose; [`cache_salt`]: whose cached KV it may reuse.
 //!   [`refusal`]: why it may not start.
 //!
-//! A request starts when a slot is free *and* the nodes have room for it ([`Membership::has_room`]), so that what
-//! cannot run yet waits here, where it is in order and can be refused, and not on a node. The table of nodes tells when
-//! there is other room ([`Membership::when_freed`]). Refusals are made at the entry, before any work was spent.
+//! A request starts when a slot is free *and* the nodes have room for it ([`Capacity`]), so that what cannot run yet
+//! waits here, where it is in order and can be refused, and not on a node. While somebody waits, one task looks whose
+//! turn it is ([`look_for_room`]); all others only notify it. Refusals are made at the entry, before any work was
+//! spent.
 //!
 //! Nothing here outlives its request: dropping an [`Entry`] or a [`Slot`] gives the place back, whatever state it is
 //! in.
@@ -20,33 +20,38 @@ pub mod fair;
 pub mod keys;
 pub mod lateness;
 pub mod limiter;
-pub mod poll_budget;
 pub mod queue;
 pub mod refusal;
 pub mod tenant;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tandem_proto::{Error, ErrorKind};
 use tandem_telemetry::clock;
-use tokio::sync::{Notify, oneshot, watch};
+use tokio::sync::{Notify, oneshot};
+use tokio::time::{sleep_until, timeout_at};
 
+use crate::capacity::{Ahead, Capacity, Predicted};
 use crate::limits::Limits;
-use crate::membership::Membership;
-use crate::membership::waiting::{Ahead, Predicted};
-use poll_budget::{Poll, PollBudget};
 use queue::{Ask, Bounds, Queue, Ticket, Turn};
 use refusal::Refused;
 pub use refusal::{ENDING, REASONS, Reason, Refusal};
 use tenant::DEFAULT_TENANT;
 pub use tenant::Tenant;
 
-/// While requests wait, the queue looks for room so often, whatever happens. With the millisecond that a timer may be
-/// late, as long as what a node is given ahead.
+/// While requests wait, the queue looks for room so often, whatever happens: time alone makes room, too, when a node
+/// is about to be done with a prompt. With the millisecond that a timer may be late, as long as what a node is given
+/// ahead.
 const LOOK: Duration = Duration::from_millis(2);
+/// News of the nodes' room comes in crowds, and each look asks for all nodes: the next look for such news begins so
+/// long after the last one, and after [`PAUSE`] times its length, so that as a rule looks take a tenth of the time.
+const BETWEEN: Duration = Duration::from_millis(1);
+const PAUSE: u32 = 9;
+/// No pause is longer: a look may have stood still with its thread.
+const LONGEST_PAUSE: Duration = Duration::from_millis(20);
 
 /// So many tokens of an answer are charged at a time.
 const CHARGED_TOKENS: u32 = 32;
@@ -110,18 +115,16 @@ pub struct Claim {
     ticket: Ticket,
 }
 
-/// Whether the nodes have room for a request behind those that are ahead of it.
-type HasRoom = Box<dyn Fn(&Ask, &Ahead) -> bool + Send + Sync>;
-
 struct Inner {
     state: Mutex<State>,
-    room: HasRoom,
+    nodes: Box<dyn Capacity>,
     closed: AtomicBool,
     /// Nobody runs or waits.
     empty: Notify,
-    /// Somebody waits.
-    waits: watch::Sender<()>,
+    /// Who waits may have a turn, whatever the nodes say: a slot is free, or one that started is on its nodes.
+    moved: Notify,
     max_queue: usize,
+    node_queue: u32,
     /// There are several tenants.
     several: bool,
     /// The service is shared, among tenants or pools.
@@ -133,7 +136,8 @@ struct State {
     queue: Queue,
     /// Of those who wait.
     wake: Wakes,
-    poll_budget: PollBudget,
+    /// Somebody waits, and the task looks.
+    looking: bool,
 }
 
 /// A ticket, and the other end of its wake unless it starts at once.
@@ -155,44 +159,24 @@ struct Place {
 }
 
 impl Admission {
-    /// An empty queue before the nodes of `membership`. Without a queue ([`Limits::max_queue`] 0) their room does not
-    /// matter: who has a slot starts.
-    pub fn new(limits: &Limits, membership: &Membership, several: bool) -> Self {
-        let (nodes, node_queue, waits) = (membership.clone(), limits.node_queue, limits.max_queue > 0);
-        let room =
-            move |ask: &Ask, ahead: &Ahead| !waits || nodes.has_room(ask.size(), ahead, node_queue, clock::now());
-        let admission = Self::with_room(limits, several, room);
-        let queue = Arc::downgrade(&admission.inner);
-        membership.when_freed(move || {
-            if let Some(inner) = queue.upgrade() {
-                inner.freed();
-            }
-        });
-        // Whoever has no runtime has no time either.
-        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
-            runtime.spawn(keep_looking(Arc::downgrade(&admission.inner), admission.inner.waits.subscribe()));
-        }
-        admission
-    }
-
-    /// The same before anything that has room.
-    pub fn with_room(
-        limits: &Limits,
-        several: bool,
-        room: impl Fn(&Ask, &Ahead) -> bool + Send + Sync + 'static,
-    ) -> Self {
-        let bounds = Bounds {
-            max_inflight: limits.max_inflight as usize,
-            max_queue: limits.max_queue,
-            pools: limits.pools.clone(),
-            max_ttft: limits.max_ttft,
-            tenants: several,
+    /// An empty queue before these nodes. Without a queue ([`Limits::max_queue`] 0) their room does not matter: who has
+    /// a slot starts.
+    pub fn new(limits: &Limits, nodes: impl Capacity + 'static, several: bool) -> Self {
+        let &Limits { max_inflight, max_queue, node_queue, max_ttft, ref pools, .. } = limits;
+        let bounds =
+            Bounds { max_inflight: max_inflight as usize, max_queue, pools: pools.clone(), max_ttft, tenants: several };
+        let inner = Inner {
+            state: Mutex::new(State { queue: Queue::new(bounds), wake: Wakes::new(), looking: false }),
+            nodes: Box::new(nodes),
+            closed: AtomicBool::default(),
+            empty: Notify::default(),
+            moved: Notify::default(),
+            max_queue,
+            node_queue,
+            several,
+            shared: several || pools.iter().len() > 1,
         };
-        let state =
-            Mutex::new(State { queue: Queue::new(bounds), wake: Wakes::new(), poll_budget: PollBudget::default() });
-        let (closed, empty, waits) = (AtomicBool::default(), Notify::default(), watch::Sender::default());
-        let (room, max_queue, shared) = (Box::new(room), limits.max_queue, several || limits.pools.iter().len() > 1);
-        Self { inner: Arc::new(Inner { state, room, closed, empty, waits, max_queue, several, shared }) }
+        Self { inner: Arc::new(inner) }
     }
 
     /// Takes a slot or a place in the queue for each of the requests of one tenant, or for none of them.
@@ -321,7 +305,7 @@ impl Entry {
 impl Slot {
     /// The request is booked on its nodes: what they have room for says so from now on.
     pub fn routed(&self) {
-        self.0.inner.change(|queue, room| queue.routed(self.0.ticket, clock::now(), room));
+        self.0.inner.routed(self.0.ticket);
     }
 
     /// For the time in which it has no nodes.
@@ -358,7 +342,7 @@ impl Claim {
 
     /// It has other nodes, or has given up its claim.
     pub fn routed(&self) {
-        self.inner.change(|queue, room| queue.routed(self.ticket, clock::now(), room));
+        self.inner.routed(self.ticket);
     }
 }
 
@@ -367,27 +351,45 @@ impl Drop for Place {
         let now = clock::now();
         self.tenant.give_back(self.requests, self.tokens.saturating_sub(self.used), now);
         self.tenant.owe(self.used.saturating_sub(self.tokens), now);
-        self.inner.change_and(|queue, wake, room| {
+        let counts = {
+            let mut state = self.inner.lock();
             // Who gave up while it waited is woken by nobody.
-            wake.remove(&self.ticket);
-            queue.generated(self.ticket, self.generated);
-            (queue.leave(self.ticket, now, room), ())
-        });
-        if self.inner.counts() == Counts::default() {
+            state.wake.remove(&self.ticket);
+            state.queue.generated(self.ticket, self.generated);
+            state.queue.leave(self.ticket, now);
+            state.counts()
+        };
+        self.inner.moved.notify_one();
+        if counts == Counts::default() {
             self.inner.empty.notify_waiters();
         }
     }
 }
 
-/// Looks again and again while somebody waits: time alone makes room, too, when a node is about to be done with a
-/// prompt.
-async fn keep_looking(queue: Weak<Inner>, mut waits: watch::Receiver<()>) {
-    while waits.changed().await.is_ok() {
-        while let Some(inner) = queue.upgrade().filter(|inner| inner.counts().queued > 0) {
-            inner.freed();
-            drop(inner);
-            tokio::time::sleep(LOOK).await;
+/// Looks whose turn it is until nobody waits: at once when a slot is free, soon when the nodes have other room, and
+/// every [`LOOK`].
+async fn look_for_room(inner: Arc<Inner>) {
+    loop {
+        let began = clock::now();
+        if !inner.look(began) {
+            return;
         }
+        let now = clock::now();
+        let pause = (now.saturating_duration_since(began) * PAUSE).clamp(BETWEEN, LONGEST_PAUSE);
+        let other_room = async {
+            sleep_until((now + pause).into()).await;
+            let _ = timeout_at((began + LOOK).into(), inner.nodes.freed().notified()).await;
+        };
+        tokio::select! {
+            () = inner.moved.notified() => {}
+            () = other_room => {}
+        }
+    }
+}
+
+impl State {
+    fn counts(&self) -> Counts {
+        Counts { inflight: self.queue.inflight(), queued: self.queue.waiting() }
     }
 }
 
@@ -398,80 +400,58 @@ impl Inner {
     }
 
     fn counts(&self) -> Counts {
-        let state = self.lock();
-        Counts { inflight: state.queue.inflight(), queued: state.queue.waiting() }
+        self.lock().counts()
     }
 
     /// A place for each, or why there is none.
-    fn enter_all(&self, asks: Vec<Ask>, now: Instant) -> Result<Vec<Placed>, (Refused, Counts)> {
-        self.change_and(|queue, wake, room| {
-            let (entered, mut turn) = queue.enter_all(asks, now, room);
+    fn enter_all(self: &Arc<Self>, asks: Vec<Ask>, now: Instant) -> Result<Vec<Placed>, (Refused, Counts)> {
+        self.change(|state, room| {
+            let (entered, mut turn) = state.queue.enter_all(asks, now, room);
             let mut place = |ticket: Ticket| {
                 let at_once = turn.start.iter().position(|started| *started == ticket);
                 let Some(index) = at_once else {
                     let (sender, receiver) = oneshot::channel();
-                    wake.insert(ticket, sender);
+                    state.wake.insert(ticket, sender);
                     return (ticket, Some(receiver));
                 };
                 turn.start.remove(index);
                 (ticket, None)
             };
             let places = entered.map(|tickets| tickets.into_iter().map(&mut place).collect());
-            let counts = Counts { inflight: queue.inflight(), queued: queue.waiting() };
-            if counts.queued > 0 {
-                self.waits.send_replace(());
+            let counts = state.counts();
+            if counts.queued > 0 && !std::mem::replace(&mut state.looking, true) {
+                tokio::spawn(look_for_room(Arc::clone(self)));
             }
             (turn, places.map_err(|refused| (refused, counts)))
         })
     }
 
-    /// The nodes may have other room: looks now, or soon where it has just looked.
-    fn freed(self: &Arc<Self>) {
-        let now = clock::now();
-        let look = {
-            let mut state = self.lock();
-            if state.queue.waiting() == 0 {
-                return;
-            }
-            state.poll_budget.changed(now)
-        };
-        match (look, tokio::runtime::Handle::try_current()) {
-            (Poll::Planned, _) => {}
-            (Poll::At(then), Ok(runtime)) => {
-                let queue = Arc::downgrade(self);
-                runtime.spawn(async move {
-                    tokio::time::sleep_until(then.into()).await;
-                    if let Some(inner) = queue.upgrade() {
-                        inner.look();
-                    }
-                });
-            }
-            // Whoever has no runtime does not wait.
-            (Poll::Now, _) | (Poll::At(_), Err(_)) => self.look(),
-        }
+    fn routed(&self, ticket: Ticket) {
+        self.lock().queue.routed(ticket);
+        self.moved.notify_one();
     }
 
-    fn look(&self) {
-        let now = clock::now();
-        self.lock().poll_budget.begin(now);
-        self.change(|queue, room| queue.tick(now, room));
-        self.lock().poll_budget.end(now, clock::now());
-    }
-
-    fn change(&self, change: impl FnOnce(&mut Queue, queue::Room<'_>) -> Turn) {
-        self.change_and(|queue, _, room| (change(queue, room), ()));
+    /// Lets start who may; whether somebody still waits.
+    fn look(&self, now: Instant) -> bool {
+        self.change(|state, room| {
+            let turn = state.queue.tick(now, room);
+            state.looking = state.queue.waiting() > 0;
+            (turn, state.looking)
+        })
     }
 
     /// Changes the queue and wakes whose turn it is, and those whose deadline passed.
-    fn change_and<T>(&self, change: impl FnOnce(&mut Queue, &mut Wakes, queue::Room<'_>) -> (Turn, T)) -> T {
+    fn change<T>(&self, change: impl FnOnce(&mut State, queue::Room<'_>) -> (Turn, T)) -> T {
         let mut state = self.lock();
-        let State { queue, wake, .. } = &mut *state;
-        let (turn, result) = change(queue, wake, &mut |ask, ahead| (self.room)(ask, ahead));
+        let mut room = |ask: &Ask, ahead: &Ahead| {
+            self.max_queue == 0 || self.nodes.has_room(ask.size(), ahead, self.node_queue, clock::now())
+        };
+        let (turn, result) = change(&mut state, &mut room);
         for ticket in turn.start {
             // Who has just left gives its slot back when its place is dropped.
-            wake.remove(&ticket).map(|started| started.send(()));
+            state.wake.remove(&ticket).map(|started| started.send(()));
         }
-        turn.expired.iter().for_each(|ticket| drop(wake.remove(ticket)));
+        turn.expired.iter().for_each(|ticket| drop(state.wake.remove(ticket)));
         result
     }
 }

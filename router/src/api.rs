@@ -116,7 +116,7 @@ impl Service {
         keys: Keys,
     ) -> Self {
         let Telling { exporter, sample_ratio, ring } = telling.into();
-        let admission = Admission::new(&limits, &membership, keys.required());
+        let admission = Admission::new(&limits, membership.clone(), keys.required());
         let traces = Traces::new(ring);
         let (strays, collector) = (traces.clone(), exporter.clone());
         membership.when_strays(move |packed| collector.export(strays.stray(packed)));

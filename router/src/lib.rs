@@ -2,7 +2,7 @@
 //!
 //! - [`api`]: the border between the edges and the flow; start reading here. [`generation`]: what passes it.
 //! - [`grpc`], [`http`]: the edges: `tandem.v1.Inference`, and the OpenAI API; [`caller`]: headers that both read.
-//! - [`admission`]: who may start: tenants, API keys, rates, the fair queue.
+//! - [`admission`]: who may start: tenants, API keys, rates, the fair queue. [`capacity`]: what it asks of the nodes.
 //! - [`intake`]: what may be read and tokenized at the same time, before that.
 //! - [`flow`]: one request from admission to the last token: two legs, one client, one timeline, and other nodes
 //!   when one fails. [`failure`]: how an attempt fails.
@@ -15,8 +15,8 @@
 //! - [`config`]: flags, resolved once; [`limits`]: those that bound requests; [`check`]: what `--check` reads;
 //!   [`reload`]: what is read again at SIGHUP.
 //!
-//! Imports go one way: edges → [`api`] → [`flow`] → [`metrics`] → [`record`] and [`admission`] → [`membership`] →
-//! [`select`], [`index`]. Plain data that several of them share has a file of its own below all of them.
+//! Imports go one way: edges → [`api`] → [`flow`] → [`metrics`] → [`record`] → [`membership`] → [`select`], [`index`];
+//! [`flow`] → [`admission`]. What several of them share has a file of its own below all of them.
 //!
 //! The router never sees a KV block: tickets pass through it, and all that it reads there is the hand-off's id.
 #![forbid(unsafe_code)]
@@ -24,6 +24,7 @@
 pub mod admission;
 pub mod api;
 pub mod caller;
+pub mod capacity;
 pub mod check;
 pub mod config;
 pub mod failure;

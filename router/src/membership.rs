@@ -6,8 +6,8 @@
 //! A node is dead when its stream ends, when it was silent for the lease, or when another incarnation takes its name.
 //! That is a verdict on this router's session with it and on what this router booked there, a *life* of the node: other
 //! routers have theirs. A dead life does not come back ([`fence`]), and its calls are refused by the node. A node that
-//! fails its requests is alive, but tried last for a while ([`breaker`]). What waits for room ([`room`]) is told when
-//! there may be some.
+//! fails its requests is alive, but tried last for a while ([`breaker`]). Who waits for room ([`room`]) learns by
+//! [`Capacity::freed`] when there may be some.
 mod accepts;
 mod answers;
 mod booking;
@@ -25,7 +25,6 @@ mod room;
 mod route;
 mod table;
 mod totals;
-pub mod waiting;
 mod wire;
 
 use std::net::IpAddr;
@@ -40,6 +39,7 @@ use tandem_proto::{CacheSalt, Error, SequenceHash, SequenceKey, v1};
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 
+use crate::capacity::{Ahead, Capacity, Predicted, Size};
 use crate::index::{CacheChanges, Gap, IndexTotals, MOST_NODES, PrefixIndex};
 use crate::select::ways::Fallbacks;
 use crate::select::{self, LocalPrefill, Need, NoPair, Wish};
@@ -54,7 +54,6 @@ use room::Wanted;
 pub use route::Route;
 use table::{Booked, Table};
 pub use totals::{Breakers, DEATHS, Death, Totals};
-use waiting::{Ahead, Predicted, Size};
 
 /// Nodes at most; the next one is refused.
 pub const MAX_NODES: usize = MOST_NODES;
@@ -78,7 +77,8 @@ pub struct Membership {
     table: Arc<Mutex<Table>>,
     /// Nodes came or went.
     changed: Arc<Notify>,
-    freed: Freed,
+    /// There may be room that there was not.
+    freed: Arc<Notify>,
     expected: Expected,
     lease: Duration,
     reaching: Reaching,
@@ -111,24 +111,6 @@ impl<'a> Ask<'a> {
     }
 }
 
-/// Told when nodes may have room that they had not. Whoever listens may ask the table: its lock is not held meanwhile.
-#[derive(Clone, Default)]
-struct Freed(Arc<OnceLock<Box<dyn Fn() + Send + Sync>>>);
-
-impl Freed {
-    fn tell(&self) {
-        if let Some(listener) = self.0.get() {
-            listener();
-        }
-    }
-}
-
-impl std::fmt::Debug for Freed {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Freed")
-    }
-}
-
 /// Given the spans, packed, that nodes tell outside of their calls.
 #[derive(Clone, Default)]
 struct Strays(Arc<OnceLock<TakeSpans>>);
@@ -147,7 +129,7 @@ impl Membership {
         let index = PrefixIndex::new(DEFAULT_INDEX_BLOCKS, rand::random());
         let table = Arc::new(Mutex::new(Table::new(breaker::Settings::default(), index, lease)));
         let (reaching, choice) = (Reaching::default(), select::Settings::default());
-        let (changed, freed, strangers) = (Arc::default(), Freed::default(), JoinGuard::default());
+        let (changed, freed, strangers) = (Arc::default(), Arc::default(), JoinGuard::default());
         let (strays, endpoints, refusals) = (Strays::default(), NodeEndpoints::default(), Refusals::default());
         let cache_secret = None;
         Self {
@@ -261,14 +243,14 @@ impl Membership {
         let calls = self.reaching.reach(&info, role, endpoint);
         let node = lock(&self.table).insert(|session| Node::new(session, role, info, calls), now);
         self.changed.notify_waiters();
-        self.freed.tell();
+        self.freed.notify_one();
         node
     }
 
     /// Takes a load report.
     pub fn report(&self, session: u64, load: &v1::Load, now: Instant) {
         lock(&self.table).report(session, load, now);
-        self.freed.tell();
+        self.freed.notify_one();
     }
 
     /// Takes what a node tells of its cache.
@@ -282,14 +264,14 @@ impl Membership {
     /// The node takes no new work from now on.
     pub fn draining(&self, session: u64, now: Instant) {
         lock(&self.table).draining(session, now);
-        self.freed.tell();
+        self.freed.notify_one();
     }
 
     /// The stream of this session ended: takes its node out, and ends its requests unless it had drained.
     pub fn leave(&self, session: u64, why: &str) {
         lock(&self.table).leave(session, why, clock::now());
         self.changed.notify_waiters();
-        self.freed.tell();
+        self.freed.notify_one();
     }
 
     /// Ends all nodes: their streams close. For the router's own end.
@@ -302,7 +284,7 @@ impl Membership {
         let expired = lock(&self.table).expire(now, self.lease);
         if expired {
             self.changed.notify_waiters();
-            self.freed.tell();
+            self.freed.notify_one();
         }
     }
 
@@ -358,7 +340,7 @@ impl Membership {
 
     fn booked(&self, Booked { prefill, decode, candidates, apart }: Booked) -> Route {
         let ((prefill, prefill_booking), (decode, decode_booking)) = (prefill.unzip(), decode);
-        let (table, freed) = (Arc::clone(&self.table), self.freed.clone());
+        let (table, freed) = (Arc::clone(&self.table), Arc::clone(&self.freed));
         Route { prefill, decode, candidates, apart, prefill_booking, decode_booking, table, freed }
     }
 
@@ -372,24 +354,6 @@ impl Membership {
         let time = |ms: f64| Duration::try_from_secs_f64(ms / 1e3).ok();
         let prefill_ms = soonest.terms.prefill_ms;
         Some(Predicted { wait: time(soonest.ttft_ms() - prefill_ms)?, prefill: time(prefill_ms)? })
-    }
-
-    /// Whether the nodes have room for a request that need not wait there, or only with those that `node_queue` allows;
-    /// without nodes that could ever hold it there is: then [`Self::route`] says why not. Nodes that are tried last
-    /// count only where no others make a plan.
-    pub fn has_room(&self, size: Size, ahead: &Ahead, node_queue: u32, now: Instant) -> bool {
-        let mut table = lock(&self.table);
-        let wanted = Wanted::of(size, ahead, node_queue, table.block_tokens());
-        // What is cached of it is not known here.
-        let need = Ask { prompt_tokens: size.prompt_tokens, max_tokens: size.max_tokens, hashes: &[] }.need(&table);
-        table.has_room(wanted, &need, &self.choice, now)
-    }
-
-    /// Calls `listener` whenever [`Self::has_room`] may have another answer. There is one listener: the first.
-    pub fn when_freed(&self, listener: impl Fn() + Send + Sync + 'static) {
-        if self.freed.0.set(Box::new(listener)).is_err() {
-            tracing::warn!("two queues before one table of nodes: the second one does not get to know of room");
-        }
     }
 
     /// From now on `listener` gets the spans that nodes tell outside of their calls. Only the first one counts.
@@ -475,6 +439,23 @@ impl Membership {
             "nodes": now.nodes_json(),
             "departed": now.departed_json(),
         })
+    }
+}
+
+impl Capacity for Membership {
+    /// A request has room where it need not wait, or only with those that `node_queue` allows; without nodes that could
+    /// ever hold it there is: then [`Self::route`] says why not. Nodes that are tried last count only where no others
+    /// make a plan.
+    fn has_room(&self, size: Size, ahead: &Ahead, node_queue: u32, now: Instant) -> bool {
+        let mut table = lock(&self.table);
+        let wanted = Wanted::of(size, ahead, node_queue, table.block_tokens());
+        // What is cached of it is not known here.
+        let need = Ask { prompt_tokens: size.prompt_tokens, max_tokens: size.max_tokens, hashes: &[] }.need(&table);
+        table.has_room(wanted, &need, &self.choice, now)
+    }
+
+    fn freed(&self) -> &Notify {
+        &self.freed
     }
 }
 

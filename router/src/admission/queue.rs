@@ -1,6 +1,6 @@
 //! The admission queue as a state machine: who may start, who waits, who is refused. Pure: time is an argument, what
-//! the nodes have room for is asked of the caller, and every call returns the tickets that may start now. Waking them,
-//! metrics and locks are [`super`]'s matter; rate limits come before it.
+//! the nodes have room for is asked of the caller, and entries and ticks return the tickets that may start now. Waking
+//! them, metrics and locks are [`super`]'s matter; rate limits come before it.
 //!
 //! **Order.** Three choices, each without starvation: between pools and between the tenants of a pool by start-time
 //! fair queueing over tokens of prompt and answer ([`Fair`]); within a tenant by priority, where a level is worth
@@ -25,8 +25,8 @@ use super::fair::Fair;
 use super::lateness::Lateness;
 use super::refusal::{Reason, Refused};
 use super::tenant::DEFAULT_TENANT;
+use crate::capacity::{Ahead, Predicted, Size};
 use crate::limits::pools::{Pool, Pools};
-use crate::membership::waiting::{Ahead, Predicted, Size};
 
 /// What a token of an answer costs against one of a prompt, for shares: as in VTC's paper. It takes a step of its own,
 /// and its KV stays longest.
@@ -263,19 +263,19 @@ impl Queue {
         (refused.map_or(Ok(tickets), Err), Turn { start, expired })
     }
 
-    /// The request is gone: it ended, or it waits no longer. Unknown tickets are nobody's.
-    pub fn leave(&mut self, ticket: Ticket, now: Instant, room: Room<'_>) -> Turn {
+    /// The request is gone: it ended, or it waits no longer. Unknown tickets are nobody's. Others may start at the next
+    /// [`Self::tick`].
+    pub fn leave(&mut self, ticket: Ticket, now: Instant) {
         self.remove(ticket);
-        self.tick(now, room)
+        self.note_waiting(now);
     }
 
-    /// A request that started is on its nodes: they know of it.
-    pub fn routed(&mut self, ticket: Ticket, now: Instant, room: Room<'_>) -> Turn {
+    /// A request that started is on its nodes: they know of it. Others may start at the next [`Self::tick`].
+    pub fn routed(&mut self, ticket: Ticket) {
         self.forget_ahead(ticket);
         if let Some(Place::Running { charge, .. }) = self.places.get_mut(&ticket) {
             charge.routed = true;
         }
-        self.tick(now, room)
     }
 
     /// A request that runs is on no node any more: it takes room before those who have not started, until it is routed
@@ -309,7 +309,7 @@ impl Queue {
         }
     }
 
-    /// Time has passed, or the nodes have other room than before.
+    /// Time has passed, a slot is free, or the nodes have other room than before.
     pub fn tick(&mut self, now: Instant, room: Room<'_>) -> Turn {
         let mut turn = Turn::default();
         if self.waiting() > 0 {

@@ -4,9 +4,47 @@ use super::tenant::Terms;
 use std::sync::atomic::AtomicUsize;
 
 use super::*;
+use crate::capacity::Size;
+
+/// Nodes that have room or not, and count who asks.
+#[derive(Debug, Default)]
+struct Nodes {
+    full: AtomicBool,
+    looks: AtomicUsize,
+    freed: Notify,
+}
+
+impl Nodes {
+    fn free(&self) {
+        self.full.store(false, Ordering::Relaxed);
+        self.freed.notify_one();
+    }
+
+    fn looks(&self) -> usize {
+        self.looks.load(Ordering::Relaxed)
+    }
+}
+
+impl Capacity for Arc<Nodes> {
+    fn has_room(&self, _: Size, _: &Ahead, _: u32, _: Instant) -> bool {
+        self.looks.fetch_add(1, Ordering::Relaxed);
+        !self.full.load(Ordering::Relaxed)
+    }
+
+    fn freed(&self) -> &Notify {
+        &self.freed
+    }
+}
 
 fn admission(max_inflight: u32, max_queue: usize) -> Admission {
-    Admission::with_room(&Limits { max_inflight, max_queue, ..Limits::default() }, false, |_, _| true)
+    let limits = Limits { max_inflight, max_queue, ..Limits::default() };
+    Admission::new(&limits, Arc::<Nodes>::default(), false)
+}
+
+/// Before nodes without room.
+fn before_full_nodes() -> (Admission, Arc<Nodes>) {
+    let nodes = Arc::new(Nodes { full: true.into(), ..Nodes::default() });
+    (Admission::new(&Limits::default(), Arc::clone(&nodes), false), nodes)
 }
 
 fn asked() -> Asked {
@@ -61,7 +99,9 @@ async fn who_gives_up_leaves_its_place_even_when_its_turn_has_come() {
     assert_eq!(admission.counts().queued, 0);
     let (first, second) = (enter(&admission).unwrap(), enter(&admission).unwrap());
     drop(running);
-    assert_eq!(admission.counts(), Counts { inflight: 1, queued: 1 });
+    while admission.counts() != (Counts { inflight: 1, queued: 1 }) {
+        tokio::task::yield_now().await;
+    }
     drop(first);
     drop(second.admitted().await.unwrap());
     assert_eq!(admission.counts(), Counts::default());
@@ -159,18 +199,33 @@ async fn requests_of_one_call_take_their_rate_together_and_give_back_what_did_no
 
 #[tokio::test]
 async fn a_crowd_of_changes_is_one_look_and_its_last_one_is_seen() {
-    let (looks, room) = (Arc::new(AtomicUsize::default()), Arc::new(AtomicBool::default()));
-    let (counted, asked_for) = (Arc::clone(&looks), Arc::clone(&room));
-    let admission = Admission::with_room(&Limits::default(), false, move |_, _| {
-        counted.fetch_add(1, Ordering::Relaxed);
-        asked_for.load(Ordering::Relaxed)
-    });
+    let (admission, nodes) = before_full_nodes();
     let waiting = enter(&admission).unwrap();
     let start = Instant::now();
-    (0..1000).for_each(|_| admission.inner.freed());
-    room.store(true, Ordering::Relaxed);
-    admission.inner.freed();
-    let most = 2 + start.elapsed().as_millis() as usize;
-    assert!(looks.load(Ordering::Relaxed) <= most, "{looks:?} looks");
+    for _ in 0..1000 {
+        nodes.freed.notify_one();
+        tokio::task::yield_now().await;
+    }
+    let most = 3 + start.elapsed().as_millis() as usize;
+    assert!(nodes.looks() <= most, "{nodes:?}");
+    nodes.free();
     tokio::time::timeout(Duration::from_secs(20), waiting.admitted()).await.expect("it was looked again").unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_waits_starts_when_there_is_room_and_nobody_looks_on_behalf_of_others() {
+    let (admission, nodes) = before_full_nodes();
+    let waiting = enter(&admission).unwrap();
+    let other = enter(&admission).unwrap();
+    // Longer than any pause between two looks, and between the looks that are made in any case.
+    tokio::time::sleep(LOOK * 5 + BETWEEN + BETWEEN / 2).await;
+    let looks = nodes.looks();
+    drop(other);
+    nodes.free();
+    assert_eq!(nodes.looks(), looks, "a drop and a report only tell of it");
+    let start = tokio::time::Instant::now();
+    waiting.admitted().await.unwrap();
+    assert!(start.elapsed() <= BETWEEN, "{:?}", start.elapsed());
+    tokio::time::sleep(LOOK * 5).await;
+    assert_eq!(nodes.looks(), looks + 1, "nobody waits, nobody looks");
 }

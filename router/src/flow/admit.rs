@@ -8,9 +8,9 @@ use tandem_telemetry::clock;
 use super::progress::prompt_tokens;
 use super::{Shared, check, refusal};
 use crate::admission::{Asked, Entry, Reason, Refusal, Tenant};
+use crate::capacity::Predicted;
 use crate::generation::GenerationRequest;
 use crate::membership::Ask;
-use crate::membership::waiting::Predicted;
 use crate::select::Wish;
 
 /// Checks the requests of one tenant and takes their places.

@@ -7,7 +7,7 @@
 //! Nodes count as the choice ranks them: those that nobody would be sent to have no room for anybody.
 use tandem_proto::v1;
 
-use super::waiting::{Ahead, Size};
+use crate::capacity::{Ahead, Size};
 use crate::select::{LocalPrefill, Need, NodeView, Role, Work};
 
 /// A node with a prompt gets the next one so long before it is done with it: enough to keep it busy. Whoever comes next

@@ -5,10 +5,11 @@ use std::time::Instant;
 
 use tandem_proto::v1;
 use tandem_telemetry::clock;
+use tokio::sync::Notify;
 
 use super::booking::BookingId;
 use super::table::Table;
-use super::{Freed, Node, lock};
+use super::{Node, lock};
 use crate::select::ways::{Apart, Fallback, PairWay};
 use crate::select::{Candidate, Plan, Role};
 
@@ -26,7 +27,7 @@ pub struct Route {
     pub(super) prefill_booking: Option<BookingId>,
     pub(super) decode_booking: BookingId,
     pub(super) table: Arc<Mutex<Table>>,
-    pub(super) freed: Freed,
+    pub(super) freed: Arc<Notify>,
 }
 
 impl Route {
@@ -58,21 +59,21 @@ impl Route {
     /// The first token is here: the prompt is computed. Only the first call counts.
     pub fn computed(&self, now: Instant) {
         lock(&self.table).computed(self.bookings(), now);
-        self.freed.tell();
+        self.freed.notify_one();
     }
 
     /// The prefill node has nothing more to compute for this request: it can take another one.
     pub fn prefilled(&self) {
         if let Some(booking) = self.prefill_booking {
             lock(&self.table).release(booking);
-            self.freed.tell();
+            self.freed.notify_one();
         }
     }
 
     /// Decode has let go of the request, which goes on with prefill alone: it can take another one.
     pub fn decode_lost(&self) {
         lock(&self.table).release(self.decode_booking);
-        self.freed.tell();
+        self.freed.notify_one();
     }
 
     /// Decode has verified the prefill node's KV.
@@ -127,6 +128,6 @@ impl Route {
 impl Drop for Route {
     fn drop(&mut self) {
         lock(&self.table).end(self.bookings(), clock::now());
-        self.freed.tell();
+        self.freed.notify_one();
     }
 }

@@ -29,6 +29,16 @@ fn ask(tenant: &str, now: Instant) -> Ask {
 }
 
 impl Queue {
+    fn ends(&mut self, ticket: Ticket, now: Instant, room: Room<'_>) -> Turn {
+        self.leave(ticket, now);
+        self.tick(now, room)
+    }
+
+    fn is_routed(&mut self, ticket: Ticket, now: Instant, room: Room<'_>) -> Turn {
+        self.routed(ticket);
+        self.tick(now, room)
+    }
+
     /// One request by itself.
     fn enter(&mut self, ask: Ask, now: Instant, room: Room<'_>) -> (Result<Ticket, Refused>, Turn) {
         let (entered, turn) = self.enter_all(vec![ask], now, room);
@@ -68,8 +78,8 @@ fn slots_then_places_then_refusals() {
     let second = entered(&mut queue, ask("a", now), now);
     assert_eq!((queue.inflight(), queue.waiting()), (1, 1));
     assert_eq!(reason(&mut queue, ask("a", now), now), Reason::QueueFull);
-    assert_eq!(queue.leave(first, now, &mut always).start, [second]);
-    assert_eq!(queue.leave(first, now, &mut always), Turn::default(), "a ticket leaves once");
+    assert_eq!(queue.ends(first, now, &mut always).start, [second]);
+    assert_eq!(queue.ends(first, now, &mut always), Turn::default(), "a ticket leaves once");
     assert_eq!((queue.inflight(), queue.waiting()), (1, 0));
 }
 
@@ -81,7 +91,7 @@ fn a_deadline_that_passes_ends_the_wait() {
     let hasty = entered(&mut queue, Ask { deadline: now + ms(5), ..ask("a", now) }, now);
     assert_eq!(queue.tick(now + ms(4), &mut always), Turn::default());
     assert_eq!(queue.tick(now + ms(5), &mut always).expired, [hasty]);
-    assert_eq!(queue.leave(running, now, &mut always), Turn::default());
+    assert_eq!(queue.ends(running, now, &mut always), Turn::default());
     assert_eq!((queue.inflight(), queue.waiting()), (0, 0));
 }
 
@@ -124,7 +134,7 @@ fn names_that_clients_give_themselves_are_labels_and_no_shares() {
     let urgent = entered(&mut queue, urgent, now);
     let mut running = 1;
     let mut order = Vec::new();
-    while let [next] = queue.leave(running, now, &mut always).start[..] {
+    while let [next] = queue.ends(running, now, &mut always).start[..] {
         order.push(next);
         running = next;
     }
@@ -173,7 +183,7 @@ fn what_has_started_and_is_not_routed_is_told() {
     let first = queue.enter(ask("a", now), now, &mut one_at_a_time).0.unwrap();
     let (second, turn) = queue.enter(ask("a", now), now, &mut one_at_a_time);
     assert_eq!(turn.start, [] as [Ticket; 0]);
-    assert_eq!(queue.routed(first, now, &mut one_at_a_time).start, [second.unwrap()]);
+    assert_eq!(queue.is_routed(first, now, &mut one_at_a_time).start, [second.unwrap()]);
     assert_eq!(queue.ahead, ask("a", now).ahead());
 }
 
@@ -183,19 +193,19 @@ fn who_lost_its_nodes_comes_before_those_who_have_not_started() {
     let mut queue = Queue::new(bounds(10, 10));
     let mut one_at_a_time = |_: &Ask, ahead: &Ahead| ahead.requests == 0;
     let first = queue.enter(ask("a", now), now, &mut one_at_a_time).0.unwrap();
-    queue.routed(first, now, &mut one_at_a_time);
+    queue.is_routed(first, now, &mut one_at_a_time);
     for _ in 0..2 {
         queue.displaced(first, 30, 5);
         assert_eq!(queue.ahead, Ahead { requests: 1, prompt_tokens: 30, total_tokens: 35 }, "it counts once");
     }
     let (second, turn) = queue.enter(ask("a", now), now, &mut one_at_a_time);
     assert_eq!(turn.start, [] as [Ticket; 0]);
-    assert_eq!(queue.routed(first, now, &mut one_at_a_time).start, [second.unwrap()]);
+    assert_eq!(queue.is_routed(first, now, &mut one_at_a_time).start, [second.unwrap()]);
     // Who leaves meanwhile, and who only waits, is before nobody.
     queue.displaced(first, 30, 5);
     let (third, _) = queue.enter(ask("a", now), now, &mut one_at_a_time);
     queue.displaced(third.unwrap(), 30, 5);
-    queue.leave(first, now, &mut one_at_a_time);
+    queue.ends(first, now, &mut one_at_a_time);
     assert_eq!(queue.ahead, ask("a", now).ahead(), "of the second one");
 }
 
@@ -210,7 +220,7 @@ fn late_answers_are_refused_early_with_the_time_after_which_they_would_not_be() 
     for _ in 0..200 {
         now += ms(100);
         entered(&mut queue, ask("a", now), now);
-        running = queue.leave(running, now, &mut always).start[0];
+        running = queue.ends(running, now, &mut always).start[0];
     }
     let mut waiting = queue.waiting();
     let refused = loop {
@@ -280,7 +290,7 @@ fn documents_leave_slots_for_chats() {
     }
     assert_eq!((queue.inflight(), queue.waiting()), (8, 8));
     let chat = entered(&mut queue, ask("a", now), now);
-    assert_eq!(queue.leave(documents[0], now, &mut always).start, [documents[2]]);
+    assert_eq!(queue.ends(documents[0], now, &mut always).start, [documents[2]]);
     assert_eq!(queue.waiting(), 8);
     assert!(matches!(queue.places[&chat], Place::Waiting { .. }));
 }
@@ -375,7 +385,7 @@ impl<'a> Generating<'a> {
     fn start(&mut self, turn: Turn) {
         for ticket in turn.start {
             let tenant = self.waiting.remove(&ticket).unwrap();
-            self.queue.routed(ticket, self.now, &mut always);
+            self.queue.routed(ticket);
             self.had[tenant] += u64::from(PROMPT);
             let length = (self.length)(tenant);
             self.running.insert(ticket, (tenant, 0, length));
@@ -395,7 +405,7 @@ impl<'a> Generating<'a> {
             }
             if ends {
                 self.running.remove(&ticket);
-                let turn = self.queue.leave(ticket, self.now, &mut always);
+                let turn = self.queue.ends(ticket, self.now, &mut always);
                 self.start(turn);
                 self.ask(tenant);
             }
@@ -424,20 +434,20 @@ fn what_never_came_to_a_node_costs_nothing() {
     let now = Instant::now();
     let mut queue = Queue::new(shared(1, 100));
     let first = entered(&mut queue, ask("a", now), now);
-    queue.routed(first, now, &mut always);
+    queue.routed(first);
     let of = |name: &str| Ask { prompt_tokens: 1000, max_tokens: 1000, answer_tokens: 1000, ..ask(name, now) };
     let cancelled = entered(&mut queue, of("b"), now);
     let (a, b) = (entered(&mut queue, of("a"), now), entered(&mut queue, of("b"), now));
-    assert_eq!(queue.leave(first, now, &mut always).start, [cancelled]);
+    assert_eq!(queue.ends(first, now, &mut always).start, [cancelled]);
     // Its client left before it had nodes: the next one is as if it had never been there.
-    assert_eq!(queue.leave(cancelled, now, &mut always).start, [b]);
-    queue.routed(b, now, &mut always);
+    assert_eq!(queue.ends(cancelled, now, &mut always).start, [b]);
+    queue.routed(b);
     queue.generated(b, 10);
     let more = entered(&mut queue, of("b"), now);
-    assert_eq!(queue.leave(b, now, &mut always).start, [a], "its prompt counts");
-    assert_eq!(queue.leave(a, now, &mut always).start, [more]);
+    assert_eq!(queue.ends(b, now, &mut always).start, [a], "its prompt counts");
+    assert_eq!(queue.ends(a, now, &mut always).start, [more]);
     queue.generated(more, 5000);
-    queue.leave(more, now, &mut always);
+    queue.ends(more, now, &mut always);
     queue.generated(more, 9000);
     assert_eq!((queue.inflight(), queue.waiting()), (0, 0), "who has left is charged no more");
 }
@@ -499,11 +509,11 @@ proptest! {
                     Some(ticket) => {
                         waiting.remove(&ticket);
                         running.remove(&ticket);
-                        queue.leave(ticket, now, &mut room)
+                        queue.ends(ticket, now, &mut room)
                     }
                     None => Turn::default(),
                 },
-                Event::Routed(index) => pick(index).map_or(Turn::default(), |ticket| queue.routed(ticket, now, &mut room)),
+                Event::Routed(index) => pick(index).map_or(Turn::default(), |ticket| queue.is_routed(ticket, now, &mut room)),
                 Event::Pass(millis) => {
                     now += ms(millis);
                     queue.tick(now, &mut room)
@@ -532,7 +542,7 @@ proptest! {
             prop_assert!(running.len() == max_inflight || !stuck, "the next one has slot and room and waits");
         }
         for ticket in running.into_iter().chain(waiting) {
-            queue.leave(ticket, now, &mut |_, _| false);
+            queue.ends(ticket, now, &mut |_, _| false);
         }
         prop_assert_eq!((queue.inflight(), queue.waiting(), queue.ahead), (0, 0, Ahead::default()));
         prop_assert!(queue.places.is_empty() && queue.deadlines.is_empty());
@@ -555,7 +565,7 @@ proptest! {
                 all.push((entered(&mut queue, Ask { priority: *priority, ..ask("a", now) }, now), *priority));
             }
             for _ in 0..served_each {
-                let started = queue.leave(running, now, &mut always).start;
+                let started = queue.ends(running, now, &mut always).start;
                 if let Some(next) = started.first() {
                     order.push(*next);
                     running = *next;
@@ -604,9 +614,9 @@ proptest! {
         }
         let mut had = vec![0u64; tenants];
         for _ in 0..400 {
-            queue.routed(running, now, &mut always);
+            queue.routed(running);
             queue.generated(running, 1);
-            running = queue.leave(running, now, &mut always).start[0];
+            running = queue.ends(running, now, &mut always).start[0];
             let tenant = whose[&running];
             had[tenant] += cost(tenant);
             add(&mut queue, &mut whose, tenant);

@@ -1,6 +1,18 @@
-//! What a request that waits has to do with the nodes: how large it is, what comes before it, and when its first token
-//! would come. Plain data: the queue ([`crate::admission::queue`]) keeps it, [`super::room`] judges by it.
-use std::time::Duration;
+//! What a request that waits has to do with the nodes: how large it is, what comes before it, when its first token
+//! would come, and whether there is room for it. Plain data and one trait: [`crate::admission`] keeps the data and
+//! asks, [`crate::membership`] answers, and neither knows the other.
+use std::time::{Duration, Instant};
+
+use tokio::sync::Notify;
+
+/// What admission asks of the cluster.
+pub trait Capacity: Send + Sync {
+    /// Whether the nodes have room for a request behind those `ahead`, if `node_queue` may wait on each.
+    fn has_room(&self, size: Size, ahead: &Ahead, node_queue: u32, now: Instant) -> bool;
+
+    /// Is notified, once, whenever [`Self::has_room`] may have another answer. There is one listener.
+    fn freed(&self) -> &Notify;
+}
 
 /// A request's size, as nodes must have room for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
