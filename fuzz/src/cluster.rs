@@ -9,7 +9,8 @@ use tandem_kvtransfer::handshake::{Hello, Secret, Welcome};
 use tandem_kvtransfer::wire::{HEADER_BYTES, Header, encode_seal, parse_seal};
 use tandem_proto::v1::{self, node_report::Report, transport_info::Reach};
 use tandem_proto::{Error, HandoffId, Life, SequenceHash, TraceContext, TraceState, spans, ways};
-use tandem_router::membership::{Ask, Expected, MAX_NODES, Membership};
+use tandem_router::capacity::Demand;
+use tandem_router::membership::{Expected, MAX_NODES, Membership};
 use tandem_router::select::Wish;
 use tandem_router::traces::{Class, Ended, Form, Traces};
 use tonic::{Code, Status};
@@ -65,9 +66,9 @@ fn node_reports(mut data: &[u8]) {
             _ => {}
         }
         let (hashes, tokens) = ([u128::from(*which), 1, 2].map(Into::into), u32::from(*what) << (which % 25));
-        let ask = Ask { prompt_tokens: tokens, max_tokens: tokens, hashes: &hashes };
-        let routed = membership.route(ask, &Wish::default(), now);
-        let _ = membership.predict(ask, now);
+        let demand = Demand { hashes: hashes.into(), ..membership.demand(tokens, tokens) };
+        let routed = membership.route(&demand, &Wish::default(), now);
+        let _ = membership.predict(&demand, now);
         let totals = membership.totals();
         let nodes = (totals.prefill_nodes + totals.decode_nodes) as usize;
         assert!(nodes <= MAX_NODES, "{totals:?}");

@@ -8,19 +8,18 @@ use std::time::{Duration, Instant};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tandem_proto::v1;
-use tandem_router::capacity::{Ahead, Capacity, Size};
-use tandem_router::membership::{Ask, Expected, Membership};
+use tandem_router::capacity::{Ahead, Capacity, Demand};
+use tandem_router::membership::{Expected, Membership};
 use tandem_router::select::calibrate::Links;
 use tandem_router::select::coming::Coming;
 use tandem_router::select::cost::StepCost;
 use tandem_router::select::policy::Policy;
 use tandem_router::select::processor::Processor;
 use tandem_router::select::ways::Ways;
-use tandem_router::select::{Cluster, LocalPrefill, Need, NodeView, Role, Settings, Wish, Work, select};
+use tandem_router::select::{Cluster, LocalPrefill, NodeView, Role, Settings, Wish, Work, select};
 
-const NEED: Need<'static> =
-    Need { prompt_tokens: 2_000, total_tokens: 2_256, answer_tokens: 256, block_tokens: 16, hashes: &[] };
-const ASK: Ask<'static> = Ask { prompt_tokens: NEED.prompt_tokens, max_tokens: 256, hashes: NEED.hashes };
+const DEMAND: Demand = Demand { prompt_tokens: 2_000, max_tokens: 256, answer_tokens: 256, hashes: Vec::new() };
+const BLOCK_TOKENS: u32 = 16;
 const NODES: [usize; 3] = [10, 100, 1_000];
 /// The share of nodes that hold some of the prompt.
 const CACHED: f64 = 0.2;
@@ -55,22 +54,20 @@ fn tell(nodes: usize, name: &str, (median, p99): (Duration, Duration)) {
 /// The same through the node table.
 fn measure_table(count: usize) -> (Duration, Duration) {
     let (membership, wish) = (table(count), Wish::default());
-    timed(|now| drop(black_box(membership.route(ASK, &wish, now)).expect("every node can take the request")))
+    timed(|now| drop(black_box(membership.route(&DEMAND, &wish, now)).expect("every node can take the request")))
 }
 
 /// What a request is told before it may enter, where it has a deadline.
 fn measure_prediction(count: usize) -> (Duration, Duration) {
     let membership = table(count);
-    timed(|now| assert!(black_box(membership.predict(ASK, now)).is_some(), "all have measured their steps"))
+    timed(|now| assert!(black_box(membership.predict(&DEMAND, now)).is_some(), "all have measured their steps"))
 }
 
 /// All nodes are looked at: each has enough before it.
 fn measure_room(count: usize) -> (Duration, Duration) {
     let membership = table(count);
-    let (prompt_tokens, max_tokens) = (ASK.prompt_tokens, ASK.max_tokens);
-    let size = Size { prompt_tokens, max_tokens, answer_tokens: max_tokens };
     let ahead = Ahead { requests: 10_000, ..Ahead::default() };
-    timed(|now| assert!(!black_box(membership.has_room(size, &ahead, 4, now)), "nobody has room"))
+    timed(|now| assert!(!black_box(membership.has_room(&DEMAND, &ahead, 4, now)), "nobody has room"))
 }
 
 /// Median and 99th percentile of `act`.
@@ -105,7 +102,7 @@ fn table(count: usize) -> Membership {
                 endpoint: "http://127.0.0.1:1".into(),
                 transports: vec![transport],
                 total_blocks: view.total_blocks,
-                block_tokens: NEED.block_tokens,
+                block_tokens: BLOCK_TOKENS,
                 max_context_tokens: view.max_context_tokens,
                 max_running: view.max_running,
                 max_batched_tokens: view.max_step_tokens,
@@ -150,7 +147,7 @@ fn measure(count: usize, settings: &Settings) -> (Duration, Duration) {
         let changed = rng.random_range(0..count);
         nodes[changed].backlog_ms = rng.random_range(0.0..500.0);
         let start = Instant::now();
-        let plan = select(&Cluster { nodes: &nodes, links: &links, ways: &ways }, &NEED, &wish, settings, turn);
+        let plan = select(&Cluster { nodes: &nodes, links: &links, ways: &ways }, &DEMAND, &wish, settings, turn);
         times.push(start.elapsed());
         assert!(black_box(plan).is_ok(), "every node can take the request");
     }
@@ -167,6 +164,7 @@ fn node(index: usize, rng: &mut StdRng) -> NodeView {
         node_id: format!("{}-{index}", role.as_str()).into(),
         role,
         domains: [0].into(),
+        block_tokens: BLOCK_TOKENS,
         total_blocks: 8_192,
         free_blocks: rng.random_range(1_024..8_192),
         max_context_tokens: 8_192,

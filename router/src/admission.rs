@@ -34,9 +34,10 @@ use tandem_telemetry::clock;
 use tokio::sync::{Notify, oneshot};
 use tokio::time::{sleep_until, timeout_at};
 
-use crate::capacity::{Ahead, Capacity, Predicted};
+use crate::capacity::{Ahead, Capacity, Demand};
 use crate::limits::Limits;
-use queue::{Ask, Bounds, Queue, Ticket, Turn};
+pub use queue::Ask;
+use queue::{Bounds, Queue, Ticket, Turn};
 use refusal::Refused;
 pub use refusal::{ENDING, REASONS, Reason, Refusal};
 use tenant::DEFAULT_TENANT;
@@ -55,31 +56,6 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(20);
 
 /// So many tokens of an answer are charged at a time.
 const CHARGED_TOKENS: u32 = 32;
-
-/// A request that wants to start.
-#[derive(Clone, Debug)]
-pub struct Asked {
-    /// Higher goes first among the tenant's own.
-    pub priority: i32,
-    /// Tokens of the prompt.
-    pub prompt_tokens: u32,
-    /// Tokens of the answer at most.
-    pub max_tokens: u32,
-    /// As long as answers usually are.
-    pub answer_tokens: u32,
-    /// When it ends at the latest.
-    pub deadline: Instant,
-    /// What the nodes need for its first token, where that is known.
-    pub predicted: Option<Predicted>,
-}
-
-impl Asked {
-    fn of(self, tenant: &Tenant) -> Ask {
-        let Self { priority, prompt_tokens, max_tokens, answer_tokens, deadline, predicted } = self;
-        let (name, weight) = (Arc::clone(tenant.name()), tenant.terms().weight);
-        Ask { tenant: name, weight, priority, prompt_tokens, max_tokens, answer_tokens, deadline, predicted }
-    }
-}
 
 /// Requests by state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -184,10 +160,9 @@ impl Admission {
     /// # Errors
     /// `Overloaded`, with the time after which it is worth another try, for a rate, a limit of the queue or a time that
     /// cannot be kept; `Unavailable` when the router drains.
-    pub fn enter_all(&self, tenant: &Tenant, asked: Vec<Asked>, now: Instant) -> Result<Vec<Entry>, Refusal> {
+    pub fn enter_all(&self, tenant: &Tenant, asks: Vec<Ask>, now: Instant) -> Result<Vec<Entry>, Refusal> {
         self.open()?;
-        let asks: Vec<Ask> = asked.into_iter().map(|asked| asked.of(tenant)).collect();
-        let costs: Vec<u64> = asks.iter().map(Ask::tokens).collect();
+        let costs: Vec<u64> = asks.iter().map(|ask| ask.demand.tokens()).collect();
         let (requests, tokens) = (u32::try_from(costs.len()).unwrap_or(u32::MAX), costs.iter().sum());
         tenant.take(requests, tokens, now).map_err(|exceeded| Refusal::too_fast(tenant.name(), exceeded))?;
         match self.inner.enter_all(asks, now) {
@@ -334,10 +309,9 @@ impl Slot {
 }
 
 impl Claim {
-    /// Its nodes failed, and the others have no room for a prompt and an answer of so many tokens: who has not started
-    /// comes behind it.
-    pub fn waits_for_room(&self, prompt_tokens: u32, answer_tokens: u32) {
-        self.inner.lock().queue.displaced(self.ticket, prompt_tokens, answer_tokens);
+    /// Its nodes failed, and the others have no room for what it needs: who has not started comes behind it.
+    pub fn waits_for_room(&self, demand: &Demand) {
+        self.inner.lock().queue.displaced(self.ticket, demand);
     }
 
     /// It has other nodes, or has given up its claim.
@@ -443,8 +417,8 @@ impl Inner {
     /// Changes the queue and wakes whose turn it is, and those whose deadline passed.
     fn change<T>(&self, change: impl FnOnce(&mut State, queue::Room<'_>) -> (Turn, T)) -> T {
         let mut state = self.lock();
-        let mut room = |ask: &Ask, ahead: &Ahead| {
-            self.max_queue == 0 || self.nodes.has_room(ask.size(), ahead, self.node_queue, clock::now())
+        let mut room = |demand: &Demand, ahead: &Ahead| {
+            self.max_queue == 0 || self.nodes.has_room(demand, ahead, self.node_queue, clock::now())
         };
         let (turn, result) = change(&mut state, &mut room);
         for ticket in turn.start {

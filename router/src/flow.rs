@@ -38,6 +38,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::admission::cache_salt::CacheSalts;
 use crate::admission::{Admission, ENDING, Entry, Slot};
 use crate::caller::Parent;
+use crate::capacity::Demand;
 use crate::failure::Failure;
 use crate::generation::{GenerationEvent, GenerationRequest};
 use crate::limits::Limits;
@@ -52,7 +53,6 @@ use crate::text::{ModelText, TextStream};
 use crate::traces::{Traces, join};
 use attempt::{Attempt, Happening};
 use exchange::{Exchange, Step};
-use find_nodes::Tokens;
 use legs::Rest;
 use progress::Progress;
 use replan::Replan;
@@ -242,7 +242,7 @@ impl Run {
         }
         let now = clock::now();
         self.record.timeline.end_phase(now);
-        let routed = self.shared.membership.route(self.tokens().ask(), &Wish::default(), now);
+        let routed = self.shared.membership.route(&self.demand(), &Wish::default(), now);
         let route = routed.map_err(|why| refusal(&why)).inspect_err(|_| self.waited())?;
         self.record.timeline.end_phase(clock::now());
         let mut attempt = self.open(route);
@@ -289,9 +289,9 @@ impl Run {
     }
 
     /// What is left to do, as nodes are chosen for it.
-    fn tokens(&self) -> Tokens {
-        let membership = &self.shared.membership;
-        self.progress.tokens(membership.sequence_key(self.progress.cache_salt()), membership.block_tokens())
+    fn demand(&self) -> Demand {
+        let Self { shared, progress, .. } = self;
+        shared.membership.demand_of(&progress.prompt(), progress.left(), progress.cache_salt())
     }
 
     /// Moves events until the answer is complete or the attempt fails.

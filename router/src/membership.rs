@@ -35,14 +35,15 @@ use tandem_telemetry::clock;
 use http::uri::Authority;
 use serde_json::json;
 use tandem_ports::{JoinGuard, JoinToken, NodeTls};
-use tandem_proto::{CacheSalt, Error, SequenceHash, SequenceKey, v1};
+use tandem_proto::hash::sequence_hashes;
+use tandem_proto::{CacheSalt, Error, SequenceKey, v1};
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 
-use crate::capacity::{Ahead, Capacity, Predicted, Size};
+use crate::capacity::{Ahead, Capacity, Demand, Predicted};
 use crate::index::{CacheChanges, Gap, IndexTotals, MOST_NODES, PrefixIndex};
 use crate::select::ways::Fallbacks;
-use crate::select::{self, LocalPrefill, Need, NoPair, Wish};
+use crate::select::{self, LocalPrefill, NoPair, Wish};
 pub use accepts::{Accepts, NotYet};
 pub use node::Node;
 use now::ClusterNow;
@@ -89,26 +90,6 @@ pub struct Membership {
     refusals: Refusals,
     choice: select::Settings,
     strays: Strays,
-}
-
-/// What a request asks for, of whichever nodes.
-#[derive(Clone, Copy, Debug)]
-pub struct Ask<'a> {
-    /// Tokens of the prompt.
-    pub prompt_tokens: u32,
-    /// Tokens to generate at most.
-    pub max_tokens: u32,
-    /// Sequence hashes of the prompt's blocks that a cache can spare a node, see [`Membership::block_tokens`].
-    pub hashes: &'a [SequenceHash],
-}
-
-impl<'a> Ask<'a> {
-    fn need(&self, table: &Table) -> Need<'a> {
-        let Self { prompt_tokens, max_tokens, hashes } = *self;
-        let (answer_tokens, block_tokens) = (table.answers.usual(max_tokens), table.block_tokens());
-        let total_tokens = prompt_tokens.saturating_add(max_tokens);
-        Need { prompt_tokens, total_tokens, answer_tokens, block_tokens, hashes }
-    }
 }
 
 /// Given the spans, packed, that nodes tell outside of their calls.
@@ -306,10 +287,9 @@ impl Membership {
     ///
     /// # Errors
     /// [`NoPair`].
-    pub fn route(&self, ask: Ask<'_>, wish: &Wish, now: Instant) -> Result<Route, NoPair> {
+    pub fn route(&self, demand: &Demand, wish: &Wish, now: Instant) -> Result<Route, NoPair> {
         let mut table = self.watched_table(now);
-        let need = ask.need(&table);
-        let booked = table.route(&need, wish, &self.choice, now)?;
+        let booked = table.route(demand, wish, &self.choice, now)?;
         drop(table);
         Ok(self.booked(booked))
     }
@@ -318,10 +298,9 @@ impl Membership {
     ///
     /// # Errors
     /// [`NotYet`].
-    pub fn route_again(&self, ask: Ask<'_>, wish: &Wish, accepts: Accepts, now: Instant) -> Result<Route, NotYet> {
+    pub fn route_again(&self, demand: &Demand, wish: &Wish, accepts: Accepts, now: Instant) -> Result<Route, NotYet> {
         let mut table = self.watched_table(now);
-        let need = ask.need(&table);
-        let booked = table.route_again(&need, wish, accepts, &self.choice, now)?;
+        let booked = table.route_again(demand, wish, accepts, &self.choice, now)?;
         drop(table);
         Ok(self.booked(booked))
     }
@@ -346,10 +325,9 @@ impl Membership {
 
     /// How soon the first token of a request would come that was routed now; `None` where no node has measured its
     /// steps, or there are no nodes for it. Books nothing.
-    pub fn predict(&self, ask: Ask<'_>, now: Instant) -> Option<Predicted> {
+    pub fn predict(&self, demand: &Demand, now: Instant) -> Option<Predicted> {
         let mut table = lock(&self.table);
-        let need = ask.need(&table);
-        let soonest = table.predict(&need, &self.choice, now)?;
+        let soonest = table.predict(demand, &self.choice, now)?;
         drop(table);
         let time = |ms: f64| Duration::try_from_secs_f64(ms / 1e3).ok();
         let prefill_ms = soonest.terms.prefill_ms;
@@ -369,13 +347,23 @@ impl Membership {
         }
     }
 
-    /// Tokens of a block on every node, for [`Ask::hashes`]. Hashes over another size match nothing.
-    pub fn block_tokens(&self) -> u32 {
-        lock(&self.table).block_tokens()
+    /// What a request needs whose answer may have `max_tokens` and will be as long as answers have been lately. What is
+    /// cached of its prompt is left open.
+    pub fn demand(&self, prompt_tokens: u32, max_tokens: u32) -> Demand {
+        let answer_tokens = lock(&self.table).answers.usual(max_tokens);
+        Demand { prompt_tokens, max_tokens, answer_tokens, hashes: Vec::new() }
     }
 
-    /// Under which the blocks of requests with this salt are named.
-    pub fn sequence_key(&self, cache_salt: CacheSalt) -> SequenceKey {
+    /// The same with the names that its prompt's blocks have for requests with this salt.
+    pub fn demand_of(&self, prompt: &[u32], max_tokens: u32, salt: CacheSalt) -> Demand {
+        let block_tokens = lock(&self.table).block_tokens().max(1) as usize;
+        // A node always computes the last token, whose logits give the next one: its block is never all reused.
+        let reusable = prompt.len().saturating_sub(1) / block_tokens * block_tokens;
+        let hashes = sequence_hashes(self.sequence_key(salt), &prompt[..reusable], block_tokens);
+        Demand { hashes, ..self.demand(u32::try_from(prompt.len()).unwrap_or(u32::MAX), max_tokens) }
+    }
+
+    fn sequence_key(&self, cache_salt: CacheSalt) -> SequenceKey {
         SequenceKey::new(self.expected.model_digest, cache_salt)
     }
 
@@ -389,14 +377,9 @@ impl Membership {
         lock(&self.table).has_pair(self.choice.local)
     }
 
-    /// An answer of so many tokens was complete: what [`Self::usual_answer`] learns from.
+    /// An answer of so many tokens was complete: what [`Self::demand`] learns from.
     pub fn answered(&self, tokens: u32) {
         lock(&self.table).answers.ended(tokens);
-    }
-
-    /// Tokens of an answer that may have `max_tokens`, as answers have been lately.
-    pub fn usual_answer(&self, max_tokens: u32) -> u32 {
-        lock(&self.table).answers.usual(max_tokens)
     }
 
     /// Tokens of prompt and answer that fit the largest decode node; nothing while there is none.
@@ -446,12 +429,10 @@ impl Capacity for Membership {
     /// A request has room where it need not wait, or only with those that `node_queue` allows; without nodes that could
     /// ever hold it there is: then [`Self::route`] says why not. Nodes that are tried last count only where no others
     /// make a plan.
-    fn has_room(&self, size: Size, ahead: &Ahead, node_queue: u32, now: Instant) -> bool {
+    fn has_room(&self, demand: &Demand, ahead: &Ahead, node_queue: u32, now: Instant) -> bool {
         let mut table = lock(&self.table);
-        let wanted = Wanted::of(size, ahead, node_queue, table.block_tokens());
-        // What is cached of it is not known here.
-        let need = Ask { prompt_tokens: size.prompt_tokens, max_tokens: size.max_tokens, hashes: &[] }.need(&table);
-        table.has_room(wanted, &need, &self.choice, now)
+        let wanted = Wanted::of(demand, ahead, node_queue, table.block_tokens());
+        table.has_room(wanted, demand, &self.choice, now)
     }
 
     fn freed(&self) -> &Notify {

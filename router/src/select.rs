@@ -38,6 +38,7 @@ pub mod ways;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use crate::capacity::Demand;
 use calibrate::Links;
 use coming::Coming;
 use cost::StepCost;
@@ -47,8 +48,6 @@ use policy::{Policy, of_two};
 use processor::Processor;
 use prune::{Field, Scored, Scorer};
 use ways::Ways;
-
-use tandem_proto::SequenceHash;
 
 /// Candidates whose terms are told at most.
 const MAX_CANDIDATES: usize = 16;
@@ -120,6 +119,8 @@ pub struct NodeView {
     pub role: Role,
     /// Nodes pair within domains, see [`ways`]: numbers of those it is in, the fastest way first.
     pub domains: Arc<[u32]>,
+    /// Tokens of a block.
+    pub block_tokens: u32,
     /// Blocks of its arena.
     pub total_blocks: u32,
     /// Blocks free at its last report.
@@ -166,10 +167,10 @@ impl NodeView {
 
     /// Positions that its batch will read. Requests that wait for their KV are not in what is reported: they count like
     /// the mean of those that run, or like this request's prompt where none runs.
-    pub fn context_tokens(&self, need: &Need) -> f64 {
+    pub fn context_tokens(&self, demand: &Demand) -> f64 {
         let waiting = f64::from(self.reported.requests.saturating_sub(self.running));
         let reported = self.reported.context as f64;
-        let each = if self.running > 0 { reported / f64::from(self.running) } else { f64::from(need.prompt_tokens) };
+        let each = if self.running > 0 { reported / f64::from(self.running) } else { f64::from(demand.prompt_tokens) };
         reported + waiting * each + self.routed.context as f64
     }
 
@@ -249,34 +250,6 @@ pub struct Cluster<'a> {
     pub ways: &'a Ways,
 }
 
-/// What a request needs.
-#[derive(Clone, Copy, Debug)]
-pub struct Need<'a> {
-    /// Tokens of the prompt.
-    pub prompt_tokens: u32,
-    /// Prompt and all tokens that may be generated.
-    pub total_tokens: u32,
-    /// Of the answer, as long as answers usually are.
-    pub answer_tokens: u32,
-    /// Tokens of a block.
-    pub block_tokens: u32,
-    /// Sequence hashes of the prompt's blocks that a cache can spare a node; of these
-    /// [`NodeView::cached_blocks_of_prompt`] are there.
-    pub hashes: &'a [SequenceHash],
-}
-
-impl Need<'_> {
-    /// Blocks of the prompt: what the prefill node holds, and what a decode node reserves.
-    pub fn prompt_blocks(&self) -> u32 {
-        self.prompt_tokens.div_ceil(self.block_tokens)
-    }
-
-    /// Blocks of prompt and usual answer: what the decode node comes to hold. A longer answer takes more as it grows.
-    pub fn usual_blocks(&self) -> u32 {
-        self.prompt_tokens.saturating_add(self.answer_tokens).div_ceil(self.block_tokens)
-    }
-}
-
 /// What an earlier attempt of the same request asks of the choice.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Wish {
@@ -305,7 +278,7 @@ pub struct Avoid {
 /// [`NoPair`], the first reason that holds.
 pub fn select(
     cluster: &Cluster<'_>,
-    need: &Need,
+    demand: &Demand,
     wish: &Wish,
     settings: &Settings,
     turn: u64,
@@ -316,7 +289,7 @@ pub fn select(
         LocalPrefill::Always | LocalPrefill::Auto => mean(cluster.nodes, Role::Prefill),
     };
     let Cluster { links, ways, .. } = *cluster;
-    let scorer = Scorer { need, wish, settings, links, ways, turn, unmeasured, prompts };
+    let scorer = Scorer { demand, wish, settings, links, ways, turn, unmeasured, prompts };
     let Field { mut plans, available, compatible } = scorer.field(cluster.nodes);
     if plans.is_empty() {
         let missing = |role: Role| !available[role as usize];
@@ -327,7 +300,10 @@ pub fn select(
                 Some(apart) => NoPair::NoWay(Arc::clone(&apart.why)),
                 None => NoPair::Incompatible,
             },
-            _ => NoPair::TooLarge { blocks: need.prompt_blocks(), tokens: need.total_tokens },
+            _ => {
+                let blocks = cluster.nodes.first().map_or(0, |node| demand.prompt_blocks(node.block_tokens));
+                NoPair::TooLarge { blocks, tokens: demand.most_tokens() }
+            }
         });
     }
     let ranks = |plan: &Scored<'_>| (plan.ranks(), settings.policy != Policy::Joint && plan.prefill.is_none());

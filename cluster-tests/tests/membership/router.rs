@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use futures::FutureExt;
 use tandem_proto::{SequenceHash, v1};
-use tandem_router::membership::{Ask, Expected, Membership, Node, Route};
+use tandem_router::capacity::Demand;
+use tandem_router::membership::{Expected, Membership, Node, Route};
 use tandem_router::select::{LocalPrefill, Wish};
 
 use super::ledger::{End, LEASE};
@@ -144,8 +145,9 @@ impl Router {
 
     fn routes(&mut self, number: u64, now: Time) -> Vec<Effect> {
         let request = self.requests.get_mut(&number).expect("it is there");
-        let ask = Ask { prompt_tokens: request.hashes.len() as u32 * 16 + 1, max_tokens: 40, hashes: &request.hashes };
-        let Ok(route) = self.membership.route(ask, &Wish::default(), at(now)) else { return Vec::new() };
+        let demand = self.membership.demand(request.hashes.len() as u32 * 16 + 1, 40);
+        let demand = Demand { hashes: request.hashes.clone(), ..demand };
+        let Ok(route) = self.membership.route(&demand, &Wish::default(), at(now)) else { return Vec::new() };
         self.calls += 2;
         let (prefill, decode) = (self.calls - 1, self.calls);
         let of = |node: &Node| (self.sessions.get(&node.info.life).map(|(number, _)| *number), node.info.life);

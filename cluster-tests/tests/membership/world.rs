@@ -7,7 +7,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tandem_proto::SequenceHash;
 use tandem_proto::v1::Role;
-use tandem_router::membership::Ask;
+use tandem_router::capacity::Demand;
 use tandem_router::select::Wish;
 
 use super::Bug;
@@ -492,9 +492,8 @@ impl World {
     fn look_at_indexes(&mut self) {
         for (number, router) in self.routers.iter().enumerate() {
             for family in 0..4 {
-                let hashes = chain(family, 8);
-                let ask = Ask { prompt_tokens: 8 * 16 + 1, max_tokens: 8, hashes: &hashes };
-                let Ok(route) = router.membership.route(ask, &Wish::default(), at(self.now)) else {
+                let demand = Demand { hashes: chain(family, 8), ..router.membership.demand(8 * 16 + 1, 8) };
+                let Ok(route) = router.membership.route(&demand, &Wish::default(), at(self.now)) else {
                     self.ledger.violations.push(format!("router {number} has no pair at the end"));
                     continue;
                 };
@@ -503,7 +502,7 @@ impl World {
                         .nodes
                         .iter()
                         .find(|node| candidate.prefill_id.as_deref() == Some(&format!("n{}", node.number)));
-                    let cached = by.map_or(0, |node| node.cache.lookup(&hashes).len()) as u32 * 16;
+                    let cached = by.map_or(0, |node| node.cache.lookup(&demand.hashes).len()) as u32 * 16;
                     if candidate.cached_tokens != cached {
                         let (told, id) = (candidate.cached_tokens, &candidate.prefill_id);
                         let what = format!("router {number} believes that {id:?} has {told} tokens and not {cached}");

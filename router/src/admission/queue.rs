@@ -25,7 +25,7 @@ use super::fair::Fair;
 use super::lateness::Lateness;
 use super::refusal::{Reason, Refused};
 use super::tenant::DEFAULT_TENANT;
-use crate::capacity::{Ahead, Predicted, Size};
+use crate::capacity::{Ahead, Demand, Predicted};
 use crate::limits::pools::{Pool, Pools};
 
 /// What a token of an answer costs against one of a prompt, for shares: as in VTC's paper. It takes a step of its own,
@@ -64,12 +64,8 @@ pub struct Ask {
     pub weight: u32,
     /// Higher goes first among the tenant's own.
     pub priority: i32,
-    /// Tokens of the prompt.
-    pub prompt_tokens: u32,
-    /// Tokens of the answer at most.
-    pub max_tokens: u32,
-    /// As long as answers usually are.
-    pub answer_tokens: u32,
+    /// What it needs of the nodes.
+    pub demand: Demand,
     /// It is of no use to anybody after this.
     pub deadline: Instant,
     /// What the nodes need for its first token, as far as that is known.
@@ -102,7 +98,7 @@ pub struct Turn {
 }
 
 /// Whether the nodes have room for a request behind those that are ahead of it.
-pub type Room<'a> = &'a mut dyn FnMut(&Ask, &Ahead) -> bool;
+pub type Room<'a> = &'a mut dyn FnMut(&Demand, &Ahead) -> bool;
 
 /// See the head of this file.
 #[derive(Debug)]
@@ -181,24 +177,7 @@ struct Charge {
 impl Waiting {
     /// For shares.
     fn cost(&self) -> u64 {
-        u64::from(self.ask.prompt_tokens) + ANSWER_WEIGHT * u64::from(self.answer)
-    }
-}
-
-impl Ask {
-    /// Tokens of prompt and usual answer.
-    pub fn tokens(&self) -> u64 {
-        u64::from(self.prompt_tokens) + u64::from(self.answer_tokens)
-    }
-
-    /// As nodes must have room for it.
-    pub fn size(&self) -> Size {
-        let Self { prompt_tokens, max_tokens, answer_tokens, .. } = *self;
-        Size { prompt_tokens, max_tokens, answer_tokens }
-    }
-
-    fn ahead(&self) -> Ahead {
-        Ahead { requests: 1, prompt_tokens: self.prompt_tokens.into(), total_tokens: self.tokens() }
+        u64::from(self.ask.demand.prompt_tokens) + ANSWER_WEIGHT * u64::from(self.answer)
     }
 }
 
@@ -280,11 +259,10 @@ impl Queue {
 
     /// A request that runs is on no node any more: it takes room before those who have not started, until it is routed
     /// again.
-    pub fn displaced(&mut self, ticket: Ticket, prompt_tokens: u32, answer_tokens: u32) {
+    pub fn displaced(&mut self, ticket: Ticket, demand: &Demand) {
         self.forget_ahead(ticket);
         if let Some(Place::Running { ahead, .. }) = self.places.get_mut(&ticket) {
-            let total_tokens = u64::from(prompt_tokens) + u64::from(answer_tokens);
-            let own = Ahead { requests: 1, prompt_tokens: prompt_tokens.into(), total_tokens };
+            let own = Ahead::of(demand);
             *ahead = Some(own);
             self.ahead.add(&own);
         }
@@ -379,15 +357,15 @@ impl Queue {
 
     fn push(&mut self, ask: Ask) -> Ticket {
         self.last += 1;
-        let (ticket, pool) = (self.last, self.bounds.pools.of(ask.prompt_tokens));
+        let (ticket, pool) = (self.last, self.bounds.pools.of(ask.demand.prompt_tokens));
         let class = &mut self.pools[pool];
         // A name that clients give themselves is no claim: whoever invents names would have as many shares.
         let name = if self.bounds.tenants { class.lane_of(&ask.tenant) } else { Arc::clone(&self.everybody) };
         let lane = class.lanes.entry(Arc::clone(&name)).or_default();
         let key = (lane.arrivals.saturating_sub(i64::from(ask.priority) * PLACES_A_LEVEL), ticket);
         lane.arrivals += 1;
-        let usual = lane.usual_answer.map_or(ask.answer_tokens, |usual| usual.ceil() as u32);
-        let (answer, deadline) = (usual.min(ask.max_tokens).max(1), ask.deadline);
+        let usual = lane.usual_answer.map_or(ask.demand.answer_tokens, |usual| usual.ceil() as u32);
+        let (answer, deadline) = (usual.min(ask.demand.max_tokens).max(1), ask.deadline);
         class.order.wants(&name, ask.weight);
         self.between.wants(&pool, class.share);
         self.deadlines.insert((deadline, ticket));
@@ -454,7 +432,7 @@ impl Queue {
         {
             let ticket = key.1;
             let Some(waiting) = self.take(ticket, pool, &lane, key) else { break };
-            let (cost, ahead) = (waiting.cost(), waiting.ask.ahead());
+            let (cost, ahead) = (waiting.cost(), Ahead::of(&waiting.ask.demand));
             let class = &mut self.pools[pool];
             class.order.serve(&lane, cost);
             class.drain_rate.started(cost, now);
@@ -463,7 +441,7 @@ impl Queue {
             self.inflight += 1;
             self.ahead.add(&ahead);
             let Waiting { ask, answer, .. } = waiting;
-            let charge = Charge { prompt: ask.prompt_tokens, answer, generated: 0, routed: false };
+            let charge = Charge { prompt: ask.demand.prompt_tokens, answer, generated: 0, routed: false };
             self.places.insert(ticket, Place::Running { pool, lane, ahead: Some(ahead), charge });
             started.push(ticket);
         }
@@ -480,7 +458,7 @@ impl Queue {
             if closed == Some(pool) {
                 continue;
             }
-            if room(&waiting.ask, &self.ahead) {
+            if room(&waiting.ask.demand, &self.ahead) {
                 self.note_passes(&passed, pool);
                 return Some((pool, lane, key));
             }

@@ -4,7 +4,6 @@ use super::tenant::Terms;
 use std::sync::atomic::AtomicUsize;
 
 use super::*;
-use crate::capacity::Size;
 
 /// Nodes that have room or not, and count who asks.
 #[derive(Debug, Default)]
@@ -26,7 +25,7 @@ impl Nodes {
 }
 
 impl Capacity for Arc<Nodes> {
-    fn has_room(&self, _: Size, _: &Ahead, _: u32, _: Instant) -> bool {
+    fn has_room(&self, _: &Demand, _: &Ahead, _: u32, _: Instant) -> bool {
         self.looks.fetch_add(1, Ordering::Relaxed);
         !self.full.load(Ordering::Relaxed)
     }
@@ -47,12 +46,17 @@ fn before_full_nodes() -> (Admission, Arc<Nodes>) {
     (Admission::new(&Limits::default(), Arc::clone(&nodes), false), nodes)
 }
 
-fn asked() -> Asked {
-    Asked {
+fn demand(answer_tokens: u32) -> Demand {
+    Demand { prompt_tokens: 10, max_tokens: 20, answer_tokens, hashes: Vec::new() }
+}
+
+fn ask() -> Ask {
+    let tenant = Tenant::default();
+    Ask {
+        tenant: Arc::clone(tenant.name()),
+        weight: 1,
         priority: 0,
-        prompt_tokens: 10,
-        max_tokens: 20,
-        answer_tokens: 20,
+        demand: demand(20),
         deadline: clock::now() + Duration::from_secs(60),
         predicted: None,
     }
@@ -60,13 +64,13 @@ fn asked() -> Asked {
 
 impl Admission {
     /// One request by itself.
-    fn enter(&self, tenant: &Tenant, asked: Asked, now: Instant) -> Result<Entry, Refusal> {
-        self.enter_all(tenant, vec![asked], now).map(|mut entries| entries.remove(0))
+    fn enter(&self, tenant: &Tenant, ask: Ask, now: Instant) -> Result<Entry, Refusal> {
+        self.enter_all(tenant, vec![ask], now).map(|mut entries| entries.remove(0))
     }
 }
 
 fn enter(admission: &Admission) -> Result<Entry, Refusal> {
-    admission.enter(&Tenant::default(), asked(), clock::now())
+    admission.enter(&Tenant::default(), ask(), clock::now())
 }
 
 fn limited(requests_per_minute: Option<u32>, tokens_per_minute: Option<u32>, now: Instant) -> Tenant {
@@ -132,8 +136,8 @@ async fn a_deadline_ends_the_wait() {
     let now = clock::now();
     let deadline = now + Duration::from_millis(10);
     let nobody = Tenant::default();
-    let hasty = admission.enter(&nobody, Asked { deadline, ..asked() }, now).unwrap();
-    let patient = admission.enter(&nobody, asked(), deadline).unwrap();
+    let hasty = admission.enter(&nobody, Ask { deadline, ..ask() }, now).unwrap();
+    let patient = admission.enter(&nobody, ask(), deadline).unwrap();
     assert_eq!(hasty.admitted().await.unwrap_err().kind, ErrorKind::DeadlineExceeded);
     drop(running);
     patient.admitted().await.unwrap();
@@ -144,7 +148,7 @@ async fn rates_count_what_was_used() {
     let admission = admission(1, 1);
     let now = clock::now();
     let tenant = limited(None, Some(100), now);
-    let enter = |answer_tokens| admission.enter(&tenant, Asked { answer_tokens, ..asked() }, now);
+    let enter = |answer_tokens| admission.enter(&tenant, Ask { demand: demand(answer_tokens), ..ask() }, now);
     let mut slot = enter(80).unwrap().admitted().await.unwrap();
     let refusal = enter(80).unwrap_err();
     assert_eq!(refusal.reason, Reason::RateLimit);
@@ -160,7 +164,7 @@ async fn rates_count_what_was_used() {
 async fn an_answer_that_is_longer_than_usual_counts_whole() {
     let (admission, now) = (admission(1, 1), clock::now());
     let tenant = limited(None, Some(100), now);
-    let enter = |answer_tokens| admission.enter(&tenant, Asked { answer_tokens, ..asked() }, now);
+    let enter = |answer_tokens| admission.enter(&tenant, Ask { demand: demand(answer_tokens), ..ask() }, now);
     let mut slot = enter(20).unwrap().admitted().await.unwrap();
     slot.used(10, 150);
     drop(slot);
@@ -176,7 +180,7 @@ async fn what_a_full_queue_refused_costs_no_rate() {
     let _running = enter(&admission).unwrap();
     let tenant = limited(Some(1), None, clock::now());
     for _ in 0..5 {
-        assert_eq!(admission.enter(&tenant, asked(), clock::now()).unwrap_err().reason, Reason::QueueFull);
+        assert_eq!(admission.enter(&tenant, ask(), clock::now()).unwrap_err().reason, Reason::QueueFull);
     }
 }
 
@@ -184,7 +188,7 @@ async fn what_a_full_queue_refused_costs_no_rate() {
 async fn requests_of_one_call_take_their_rate_together_and_give_back_what_did_not_start() {
     let (admission, now) = (admission(1, 4), clock::now());
     let tenant = limited(Some(3), None, now);
-    let call = |requests| admission.enter_all(&tenant, vec![asked(); requests], now);
+    let call = |requests| admission.enter_all(&tenant, vec![ask(); requests], now);
     let mut entries = call(2).unwrap();
     assert_eq!(call(2).unwrap_err().reason, Reason::RateLimit);
     assert_eq!(admission.counts(), Counts { inflight: 1, queued: 1 }, "nothing of the second call is there");

@@ -1,16 +1,15 @@
 //! Places for the requests of one call, before anything is done for any of them: all get in or none. What the nodes
 //! would need for a first token is asked here, once for each prompt, where there is a time to compare it with.
+use std::sync::Arc;
 use std::time::Instant;
 
 use tandem_proto::{Error, ErrorKind};
 use tandem_telemetry::clock;
 
-use super::progress::prompt_tokens;
 use super::{Shared, check, refusal};
-use crate::admission::{Asked, Entry, Reason, Refusal, Tenant};
+use crate::admission::{Ask, Entry, Reason, Refusal, Tenant};
 use crate::capacity::Predicted;
 use crate::generation::GenerationRequest;
-use crate::membership::Ask;
 use crate::select::Wish;
 
 /// Checks the requests of one tenant and takes their places.
@@ -66,30 +65,32 @@ fn enter(shared: &Shared, requests: &[GenerationRequest]) -> Result<Vec<Entry>, 
     let Some(first) = requests.first() else { return Ok(Vec::new()) };
     let now = clock::now();
     let entered = match shared.membership.has_pair() {
-        true => shared.admission.enter_all(&first.tenant, asked(shared, requests, now), now),
+        true => shared.admission.enter_all(&first.tenant, asks(shared, requests, now), now),
         false => Err(Refusal { reason: Reason::NoPair, error: no_pair(shared, now) }),
     };
     entered.map_err(|refusal| turned_away(shared, refusal))
 }
 
-fn asked(shared: &Shared, requests: &[GenerationRequest], now: Instant) -> Vec<Asked> {
+fn asks(shared: &Shared, requests: &[GenerationRequest], now: Instant) -> Vec<Ask> {
     // Answers to one prompt stand side by side.
     let mut last: Option<(&GenerationRequest, Option<Predicted>)> = None;
-    let asked = requests.iter().map(|request| {
+    let asks = requests.iter().map(|request| {
         let same = last
             .filter(|(other, _)| (other.max_tokens, &other.prompt_ids) == (request.max_tokens, &request.prompt_ids));
         let predicted = same.map_or_else(|| predicted(shared, request, now), |(_, predicted)| predicted);
         last = Some((request, predicted));
-        Asked {
+        let prompt_tokens = u32::try_from(request.prompt_ids.len()).unwrap_or(u32::MAX);
+        Ask {
+            tenant: Arc::clone(request.tenant.name()),
+            weight: request.tenant.terms().weight,
             priority: request.priority,
-            prompt_tokens: u32::try_from(request.prompt_ids.len()).unwrap_or(u32::MAX),
-            max_tokens: request.max_tokens,
-            answer_tokens: shared.membership.usual_answer(request.max_tokens),
+            // What is cached when its turn comes is not known here.
+            demand: shared.membership.demand(prompt_tokens, request.max_tokens),
             deadline: deadline(shared, request),
             predicted,
         }
     });
-    asked.collect()
+    asks.collect()
 }
 
 /// The nodes' part of the way to the first token, where somebody has said how long it may be.
@@ -98,13 +99,14 @@ fn predicted(shared: &Shared, request: &GenerationRequest, now: Instant) -> Opti
         return None;
     }
     let membership = &shared.membership;
-    let (key, block_tokens) = (membership.sequence_key(shared.cache_salt(request)), membership.block_tokens());
-    membership.predict(prompt_tokens(&request.prompt_ids, request.max_tokens, key, block_tokens).ask(), now)
+    let demand = membership.demand_of(&request.prompt_ids, request.max_tokens, shared.cache_salt(request));
+    membership.predict(&demand, now)
 }
 
 fn no_pair(shared: &Shared, now: Instant) -> Error {
     // The cheapest request: its refusal is about the nodes alone.
-    match shared.membership.route(Ask { prompt_tokens: 1, max_tokens: 1, hashes: &[] }, &Wish::default(), now) {
+    let membership = &shared.membership;
+    match membership.route(&membership.demand(1, 1), &Wish::default(), now) {
         Err(why) => refusal(&why),
         Ok(_) => Error::new(ErrorKind::Unavailable, "no nodes were available; some have just come: try again"),
     }

@@ -9,36 +9,18 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use tandem_proto::SequenceHash;
 use tandem_telemetry::clock;
 use tokio::time::sleep_until;
 
 use super::replan::Retry;
 use super::retry_budget::{RetryBudget, Retrying};
 use crate::admission::{Admission, Claim};
+use crate::capacity::Demand;
 use crate::failure::Failure;
-use crate::membership::{Accepts, Ask, Membership, Node, NotYet, Route};
+use crate::membership::{Accepts, Membership, Node, NotYet, Route};
 use crate::metrics::Metrics;
 use crate::record::timeline::Phase;
 use crate::select::{NoPair, Wish};
-
-/// Tokens of prompt and answer for which room is sought.
-#[derive(Clone, Debug)]
-pub struct Tokens {
-    /// Of the prompt, with what was generated before.
-    pub prompt: u32,
-    /// Still to be generated at most.
-    pub max: u32,
-    /// See [`Ask::hashes`].
-    pub hashes: Vec<SequenceHash>,
-}
-
-impl Tokens {
-    /// As the node table is asked.
-    pub fn ask(&self) -> Ask<'_> {
-        Ask { prompt_tokens: self.prompt, max_tokens: self.max, hashes: &self.hashes }
-    }
-}
 
 /// A failure, in its place.
 pub struct Setback {
@@ -101,7 +83,7 @@ pub struct Finder {
     /// The request's own place.
     pub claim: Option<Claim>,
     /// What it needs.
-    pub tokens: Tokens,
+    pub demand: Demand,
     /// What it wishes.
     pub wish: Wish,
     /// What it takes, and when.
@@ -155,7 +137,7 @@ impl Finder {
             without_room: now >= retry.crowded || node_queue.is_none(),
             node_queue: node_queue.unwrap_or_default(),
         };
-        let route = self.membership.route_again(self.tokens.ask(), wish, accepts, now);
+        let route = self.membership.route_again(&self.demand, wish, accepts, now);
         let route = route.map_err(|not_yet| match not_yet {
             NotYet::NoPair(none) => Missing::Nodes(none),
             NotYet::Unsound => Missing::SoundNodes,
@@ -170,8 +152,7 @@ impl Finder {
         let Some(claim) = self.claim.as_ref().filter(|_| *claims != Some(waits_for_room)) else { return };
         *claims = Some(waits_for_room);
         if waits_for_room {
-            let Tokens { prompt, max, .. } = self.tokens;
-            claim.waits_for_room(prompt, self.membership.usual_answer(max));
+            claim.waits_for_room(&self.demand);
         } else {
             claim.routed();
         }

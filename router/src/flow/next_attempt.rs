@@ -73,7 +73,7 @@ impl Run {
             // As in the queue: without one, nobody waits for room.
             node_queue: (shared.limits.max_queue > 0).then_some(shared.limits.node_queue),
             claim: self.slot.as_ref().map(Slot::claim),
-            tokens: self.tokens(),
+            demand: self.demand(),
             wish: Wish { keep, avoid: self.replan.avoid().clone(), continues },
             retry,
         };

@@ -4,11 +4,9 @@
 use std::borrow::Cow;
 use std::time::{Duration, Instant};
 
-use tandem_proto::hash::sequence_hashes;
-use tandem_proto::{CacheSalt, SequenceKey, TraceContext, v1};
+use tandem_proto::{CacheSalt, TraceContext, v1};
 use tandem_telemetry::clock;
 
-use super::find_nodes::Tokens;
 use crate::generation::GenerationRequest;
 use crate::text::ModelText;
 
@@ -49,15 +47,17 @@ impl Progress {
         self.cache_salt
     }
 
-    /// Of what is left of the answer, for the room that it needs; and what of its beginning a cache may hold, in blocks
-    /// of `block_tokens`, named under `key`.
-    pub fn tokens(&self, key: SequenceKey, block_tokens: u32) -> Tokens {
-        let prompt = match self.sent.as_slice() {
+    /// The prompt with the answer so far: what the next attempt goes on from.
+    pub fn prompt(&self) -> Cow<'_, [u32]> {
+        match self.sent.as_slice() {
             [] => Cow::Borrowed(&*self.request.prompt_ids),
             sent => Cow::Owned([&*self.request.prompt_ids, sent].concat()),
-        };
-        let left = self.request.max_tokens.saturating_sub(count(self.sent.len()));
-        prompt_tokens(&prompt, left, key, block_tokens)
+        }
+    }
+
+    /// Tokens of the answer that are left at most.
+    pub fn left(&self) -> u32 {
+        self.request.max_tokens.saturating_sub(u32::try_from(self.sent.len()).unwrap_or(u32::MAX))
     }
 
     /// What a leg is to do, with the first `basis` tokens of the answer in its prompt.
@@ -98,18 +98,6 @@ fn time_left_ns(deadline: Instant) -> u64 {
     u64::try_from(left.as_nanos()).unwrap_or(u64::MAX).max(1)
 }
 
-/// Of a prompt with so many tokens after it, see [`Progress::tokens`].
-pub fn prompt_tokens(prompt: &[u32], max: u32, key: SequenceKey, block_tokens: u32) -> Tokens {
-    // A node always computes the last token, whose logits give the next one: its block is never all reused.
-    let block_tokens = block_tokens.max(1) as usize;
-    let reusable = prompt.len().saturating_sub(1) / block_tokens * block_tokens;
-    Tokens { prompt: count(prompt.len()), max, hashes: sequence_hashes(key, &prompt[..reusable], block_tokens) }
-}
-
-fn count(tokens: usize) -> u32 {
-    u32::try_from(tokens).unwrap_or(u32::MAX)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -144,17 +132,10 @@ mod tests {
     }
 
     #[test]
-    fn the_hashes_are_those_of_the_blocks_that_a_node_would_reuse() {
-        let all: Vec<u32> = (0..96).collect();
-        let key = SequenceKey::new(7, CacheSalt::NONE);
-        let hashes = sequence_hashes(key, &all, 16);
-        for (prompt, sent, blocks) in
-            [(0, 0, 0), (1, 0, 0), (16, 0, 0), (17, 0, 1), (32, 0, 1), (33, 0, 2), (20, 60, 4)]
-        {
-            let tokens = progress(prompt, sent).tokens(key, 16);
-            assert_eq!((tokens.prompt, tokens.max), (prompt + sent, 100 - sent));
-            assert_eq!(tokens.hashes, hashes[..blocks], "{prompt} and {sent} tokens");
+    fn what_was_sent_is_prompt_for_the_next_attempt() {
+        for (prompt, sent) in [(0, 0), (17, 0), (20, 60)] {
+            let progress = progress(prompt, sent);
+            assert_eq!((progress.prompt().len() as u32, progress.left()), (prompt + sent, 100 - sent));
         }
-        assert_eq!(progress(64, 0).tokens(key, 32).hashes, sequence_hashes(key, &all[..32], 32));
     }
 }

@@ -46,6 +46,7 @@ impl Entry {
             node_id: info.node_id.as_str().into(),
             role: self.node.role,
             domains,
+            block_tokens: info.block_tokens,
             total_blocks: info.total_blocks,
             free_blocks: info.total_blocks,
             max_context_tokens: info.max_context_tokens,

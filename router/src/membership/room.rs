@@ -7,8 +7,8 @@
 //! Nodes count as the choice ranks them: those that nobody would be sent to have no room for anybody.
 use tandem_proto::v1;
 
-use crate::capacity::{Ahead, Size};
-use crate::select::{LocalPrefill, Need, NodeView, Role, Work};
+use crate::capacity::{Ahead, Demand};
+use crate::select::{LocalPrefill, NodeView, Role, Work};
 
 /// A node with a prompt gets the next one so long before it is done with it: enough to keep it busy. Whoever comes next
 /// waits for what is on the node, whatever the order in the queue is.
@@ -20,7 +20,8 @@ const LITTLE_MS: f64 = 8.0;
 /// The same in tokens, where the node has not said how fast it is: a usual step.
 const LITTLE_TOKENS: u64 = 512;
 
-/// What a request needs, and what comes before it: requests that have started and are on no node yet.
+/// What a request needs in blocks, and what comes before it: requests that have started and are on no node yet. Worked
+/// out once, since all nodes are asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Wanted {
     /// Tokens of the prompt.
@@ -42,34 +43,18 @@ pub struct Wanted {
 }
 
 impl Wanted {
-    /// By a request of this size behind `ahead`, in blocks of so many tokens.
-    pub fn of(size: Size, ahead: &Ahead, node_queue: u32, block_tokens: u32) -> Self {
-        let Size { prompt_tokens, max_tokens, answer_tokens } = size;
-        let total_tokens = prompt_tokens.saturating_add(max_tokens);
+    /// By a request behind `ahead`, in blocks of so many tokens.
+    pub fn of(demand: &Demand, ahead: &Ahead, node_queue: u32, block_tokens: u32) -> Self {
         // Each of those before it has a block that is not full.
         let blocks_ahead = u32::try_from(ahead.total_tokens.div_ceil(block_tokens.into())).unwrap_or(u32::MAX);
         Self {
-            prompt_tokens,
-            total_tokens,
-            prompt_blocks: prompt_tokens.div_ceil(block_tokens),
-            blocks: prompt_tokens.saturating_add(answer_tokens).div_ceil(block_tokens),
+            prompt_tokens: demand.prompt_tokens,
+            total_tokens: demand.most_tokens(),
+            prompt_blocks: demand.prompt_blocks(block_tokens),
+            blocks: demand.usual_blocks(block_tokens),
             blocks_ahead: blocks_ahead.saturating_add(ahead.requests),
             requests_ahead: ahead.requests,
             prompt_tokens_ahead: ahead.prompt_tokens,
-            node_queue,
-        }
-    }
-
-    /// For one that has run before and is next.
-    pub fn next(need: &Need<'_>, node_queue: u32) -> Self {
-        Self {
-            prompt_tokens: need.prompt_tokens,
-            total_tokens: need.total_tokens,
-            prompt_blocks: need.prompt_blocks(),
-            blocks: need.usual_blocks(),
-            blocks_ahead: 0,
-            requests_ahead: 0,
-            prompt_tokens_ahead: 0,
             node_queue,
         }
     }

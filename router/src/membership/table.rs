@@ -15,11 +15,12 @@ use super::fence::Fence;
 use super::now::{ClusterNow, Departed, Departures};
 use super::room::{Room, Rooms, Wanted};
 use super::{Accepts, Breakers, DEATHS, Death, MAX_NODES, Node, NotYet, Totals};
+use crate::capacity::{Ahead, Demand};
 use crate::index::{CacheChanges, Gap, IndexTotals, PrefixIndex};
 use crate::select::calibrate::Links;
 use crate::select::numerics::Numerics;
 use crate::select::ways::{self, Apart, Fallback, Fallbacks, Ways};
-use crate::select::{self, Candidate, Cluster, LocalPrefill, Need, NoPair, NodeView, Plan, Role, Wish, Work};
+use crate::select::{self, Candidate, Cluster, LocalPrefill, NoPair, NodeView, Plan, Role, Wish, Work};
 
 /// A plan with its work booked: what becomes a [`super::Route`].
 #[derive(Debug)]
@@ -307,44 +308,44 @@ impl Table {
 
     pub fn route(
         &mut self,
-        need: &Need<'_>,
+        demand: &Demand,
         wish: &Wish,
         settings: &select::Settings,
         now: Instant,
     ) -> Result<Booked, NoPair> {
-        let candidates = self.next_candidates(need, wish, settings, now)?;
-        self.book_first(candidates, need, now)
+        let candidates = self.next_candidates(demand, wish, settings, now)?;
+        self.book_first(candidates, demand, now)
     }
 
     /// The same for a request that runs: where there is room, by what it `accepts`.
     pub fn route_again(
         &mut self,
-        need: &Need<'_>,
+        demand: &Demand,
         wish: &Wish,
         accepts: Accepts,
         settings: &select::Settings,
         now: Instant,
     ) -> Result<Booked, NotYet> {
-        let mut candidates = self.next_candidates(need, wish, settings, now)?;
+        let mut candidates = self.next_candidates(demand, wish, settings, now)?;
         let speaks_against = |candidate: &Candidate| (candidate.shut, candidate.avoided);
         let best = candidates.first().ok_or(NoPair::Incompatible)?;
         if !best.is_sound() && !accepts.unsound {
             return Err(NotYet::Unsound);
         }
-        let wanted = Wanted::next(need, accepts.node_queue);
+        let wanted = Wanted::of(demand, &Ahead::default(), accepts.node_queue, self.block_tokens());
         let mut equal = candidates.iter().take_while(|other| speaks_against(other) == speaks_against(best));
         match equal.position(|candidate| self.takes_at_once(candidate, &wanted, now)) {
             Some(place) => candidates[..=place].rotate_right(1),
             None if accepts.without_room => {}
             None => return Err(NotYet::NoRoom),
         }
-        Ok(self.book_first(candidates, need, now)?)
+        Ok(self.book_first(candidates, demand, now)?)
     }
 
     /// For a request whose turn it is.
     fn next_candidates(
         &mut self,
-        need: &Need<'_>,
+        demand: &Demand,
         wish: &Wish,
         settings: &select::Settings,
         now: Instant,
@@ -352,7 +353,7 @@ impl Table {
         self.turn = self.turn.wrapping_add(1);
         match (&wish.continues, self.numerics()) {
             (Some(began), Some(now)) if *began != now => Err(NoPair::OtherNumerics { began: began.clone(), now }),
-            _ => self.candidates(need, wish, settings, now),
+            _ => self.candidates(demand, wish, settings, now),
         }
     }
 
@@ -372,15 +373,15 @@ impl Table {
         computes && decode.decodes(wanted)
     }
 
-    fn book_first(&mut self, candidates: Vec<Candidate>, need: &Need<'_>, now: Instant) -> Result<Booked, NoPair> {
+    fn book_first(&mut self, candidates: Vec<Candidate>, demand: &Demand, now: Instant) -> Result<Booked, NoPair> {
         let best = candidates.first().ok_or(NoPair::Incompatible)?;
-        let uncached = u64::from(need.prompt_tokens.saturating_sub(best.cached_tokens));
+        let block_tokens = self.block_tokens();
+        let uncached = u64::from(demand.prompt_tokens.saturating_sub(best.cached_tokens));
         // A node that is kept has the prompt.
         let (stage, tokens) = (Stage::computing(best, now), if best.kept { 0 } else { uncached });
-        let prefill_work = Work { requests: 1, tokens, blocks: need.prompt_blocks(), ..Work::default() };
-        let context = u64::from(need.prompt_tokens);
-        let answers = u64::from(need.answer_tokens);
-        let decode_work = Work { requests: 1, tokens: 0, blocks: need.usual_blocks(), context, answers };
+        let prefill_work = Work { requests: 1, tokens, blocks: demand.prompt_blocks(block_tokens), ..Work::default() };
+        let (context, answers) = (u64::from(demand.prompt_tokens), u64::from(demand.answer_tokens));
+        let decode_work = Work { requests: 1, tokens: 0, blocks: demand.usual_blocks(block_tokens), context, answers };
         let (prefill, decode) = match (best.plan(), best.prefill) {
             (Plan::Pair, Some(prefill)) => {
                 let prefill = self.book(prefill, prefill_work, stage, now)?;
@@ -392,8 +393,8 @@ impl Table {
     }
 
     /// The plan whose first token would come soonest, without anything booked; `None` where nobody can tell.
-    pub fn predict(&mut self, need: &Need<'_>, settings: &select::Settings, now: Instant) -> Option<Candidate> {
-        let candidates = self.candidates(need, &Wish::default(), settings, now).ok()?;
+    pub fn predict(&mut self, demand: &Demand, settings: &select::Settings, now: Instant) -> Option<Candidate> {
+        let candidates = self.candidates(demand, &Wish::default(), settings, now).ok()?;
         select::soonest(&candidates).cloned()
     }
 
@@ -494,7 +495,7 @@ impl Table {
 
     /// Whether the nodes have room for a request, so that it need not wait on one of them, or only with as many others
     /// as may. Where only decode nodes have room for its prompt, it has room if they are where it would go.
-    pub fn has_room(&mut self, wanted: Wanted, need: &Need<'_>, settings: &select::Settings, now: Instant) -> bool {
+    pub fn has_room(&mut self, wanted: Wanted, demand: &Demand, settings: &select::Settings, now: Instant) -> bool {
         let mut rooms = Rooms::new(wanted, settings.local);
         let mut nodes = self.entries.values().zip(&self.views);
         let mut enough = |(entry, view): (&Entry, _)| {
@@ -503,14 +504,14 @@ impl Table {
         let room = if nodes.any(&mut enough) { Room::Yes } else { rooms.answer() };
         match room {
             Room::Yes => true,
-            Room::Local => self.would_go_local(&wanted, need, settings, now),
+            Room::Local => self.would_go_local(&wanted, demand, settings, now),
             Room::No => false,
         }
     }
 
     /// Whether the choice would now be a decode node that has room for the prompt, too.
-    fn would_go_local(&mut self, wanted: &Wanted, need: &Need<'_>, settings: &select::Settings, now: Instant) -> bool {
-        let told = self.candidates(need, &Wish::default(), settings, now).unwrap_or_default();
+    fn would_go_local(&mut self, wanted: &Wanted, demand: &Demand, settings: &select::Settings, now: Instant) -> bool {
+        let told = self.candidates(demand, &Wish::default(), settings, now).unwrap_or_default();
         let Some(chosen) = told.first().filter(|chosen| chosen.plan() == Plan::Local) else { return false };
         self.of(chosen.decode).is_some_and(|(entry, view)| {
             let node = entry.occupied(view, now);
@@ -521,15 +522,15 @@ impl Table {
     /// All that could take the request, the choice first.
     fn candidates(
         &mut self,
-        need: &Need<'_>,
+        demand: &Demand,
         wish: &Wish,
         settings: &select::Settings,
         now: Instant,
     ) -> Result<Vec<Candidate>, NoPair> {
         self.refresh(now);
-        self.look_up(need.hashes);
+        self.look_up(&demand.hashes);
         let cluster = Cluster { nodes: &self.views, links: &self.links, ways: &self.ways };
-        select::select(&cluster, need, wish, settings, self.turn)
+        select::select(&cluster, demand, wish, settings, self.turn)
     }
 
     pub fn has_pair(&self, local: LocalPrefill) -> bool {

@@ -6,7 +6,7 @@ mod retries;
 mod room;
 mod ways;
 
-use tandem_proto::ErrorKind;
+use tandem_proto::{ErrorKind, SequenceHash};
 
 use super::breaker::Circuit;
 use super::*;
@@ -52,11 +52,12 @@ pub(crate) fn register(node_id: &str, role: v1::Role, incarnation: u64) -> v1::R
 }
 
 fn route(membership: &Membership, prompt: u32, max: u32) -> Result<Route, NoPair> {
-    membership.route(ask(prompt, max), &Wish::default(), Instant::now())
+    membership.route(&ask(prompt, max), &Wish::default(), Instant::now())
 }
 
-fn ask(prompt_tokens: u32, max_tokens: u32) -> Ask<'static> {
-    Ask { prompt_tokens, max_tokens, hashes: &[] }
+/// Before any answer has ended.
+fn ask(prompt_tokens: u32, max_tokens: u32) -> Demand {
+    Demand { prompt_tokens, max_tokens, answer_tokens: max_tokens.clamp(1, 256), hashes: Vec::new() }
 }
 
 fn prefill_of(route: &Route) -> u64 {
@@ -127,7 +128,7 @@ fn a_router_that_stood_still_for_its_lease_has_no_nodes_before_they_come_again()
     let prefill = membership.register(of("p", v1::Role::Prefill, 1), start).unwrap();
     membership.register(of("d", v1::Role::Decode, 2), start).unwrap();
     membership.expire(start);
-    let route = |now| membership.route(ask(8, 4), &Wish::default(), now).map(drop);
+    let route = |now| membership.route(&ask(8, 4), &Wish::default(), now).map(drop);
     route(start + LEASE).unwrap();
     // The request wakes before the watch does.
     let woken = start + LEASE + Duration::from_millis(1);
@@ -260,7 +261,7 @@ fn all_nodes_compute_alike() {
     membership.register(dots("p", v1::Role::Prefill, 4), now).unwrap();
     membership.register(dots("d", v1::Role::Decode, 5), now).unwrap();
     let wish = Wish { continues: continues.clone(), ..Wish::default() };
-    let why = membership.route(ask(16, 16), &wish, now).unwrap_err();
+    let why = membership.route(&ask(16, 16), &wish, now).unwrap_err();
     assert_eq!(
         why.to_string(),
         "the answer began in `f32` over KV `bf16-pairs`, the available nodes compute in `bf16-dots` over KV `bf16-pairs`"
@@ -337,7 +338,7 @@ fn a_node_that_keeps_failing_is_tried_last_and_one_request_at_a_time_tries_wheth
     let load = v1::Load { free_blocks: 64, ..v1::Load::default() };
     let route = |avoid: &[u64], now| {
         nodes.iter().for_each(|node| membership.report(node.session, &load, now));
-        membership.route(ask(100, 10), &wish(avoid), now).unwrap()
+        membership.route(&ask(100, 10), &wish(avoid), now).unwrap()
     };
     let (bad, good) = {
         let first = route(&[], start);
@@ -389,9 +390,9 @@ fn a_node_that_was_silent_for_half_the_lease_is_tried_last() {
         .map(|(id, role)| membership.register(register(id, role, 1), start).unwrap());
     let later = start + SUSPECT;
     let load = v1::Load { free_blocks: 64, running: 3, ..v1::Load::default() };
-    let heard = membership.route(ask(100, 10), &Wish::default(), start).unwrap().decode.session;
+    let heard = membership.route(&ask(100, 10), &Wish::default(), start).unwrap().decode.session;
     [nodes[0].session, heard].iter().for_each(|session| membership.report(*session, &load, later));
-    assert!((0..8).all(|_| membership.route(ask(100, 10), &Wish::default(), later).unwrap().decode.session == heard));
+    assert!((0..8).all(|_| membership.route(&ask(100, 10), &Wish::default(), later).unwrap().decode.session == heard));
 }
 
 #[test]

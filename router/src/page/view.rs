@@ -362,8 +362,8 @@ mod tests {
             membership.register(register(id, role, incarnation), Instant::now()).unwrap();
         }
         view.advance(look(&membership, 0, Vec::new()));
-        let ask = crate::membership::Ask { prompt_tokens: 16, max_tokens: 4, hashes: &[] };
-        let route = membership.route(ask, &crate::select::Wish::default(), Instant::now()).unwrap();
+        let route =
+            membership.route(&membership.demand(16, 4), &crate::select::Wish::default(), Instant::now()).unwrap();
         for second in 1..=2 {
             route.handed_off(&v1::Verified { bytes: 3_000_000, blocks: 3, copying_ms: 1.5, ..v1::Verified::default() });
             let update = view.advance(look(&membership, second, Vec::new()));

@@ -17,7 +17,8 @@
 //!   ([`super::coming`]);
 //! - **crowd**: where the two nodes of a pair share their cores ([`super::processor`]), the prompt and the streams slow
 //!   each other down as long as both run ([`crowd`]): the prefill is longer by it, and harm is done to the streams.
-use super::{Need, NodeView};
+use super::NodeView;
+use crate::capacity::Demand;
 
 /// Of a node whose step budget is not known: a usual one.
 const STEP_TOKENS: u32 = 512;
@@ -184,48 +185,48 @@ impl Crowd {
 }
 
 /// Prompt tokens of which `node` holds the KV. The last one is always computed: its logits are the first token.
-pub fn cached_tokens(node: &NodeView, need: &Need) -> u32 {
-    let full = need.prompt_tokens.saturating_sub(1) / need.block_tokens;
-    node.cached_blocks_of_prompt.min(full).saturating_mul(need.block_tokens)
+pub fn cached_tokens(node: &NodeView, demand: &Demand) -> u32 {
+    let full = demand.prompt_tokens.saturating_sub(1) / node.block_tokens;
+    node.cached_blocks_of_prompt.min(full).saturating_mul(node.block_tokens)
 }
 
 /// The prompt on prefill node `node`, whose steps cost `cost`.
-pub fn prefill(node: &NodeView, cost: &StepCost, need: &Need) -> PrefillTerms {
-    let cached_tokens = cached_tokens(node, need);
-    let tokens = need.prompt_tokens.saturating_sub(cached_tokens);
+pub fn prefill(node: &NodeView, cost: &StepCost, demand: &Demand) -> PrefillTerms {
+    let cached_tokens = cached_tokens(node, demand);
+    let tokens = demand.prompt_tokens.saturating_sub(cached_tokens);
     let steps = tokens.div_ceil(step_tokens(node));
     let compute_ms = cost.base_ms * f64::from(steps) + cost.tokens_ms(cached_tokens.into(), tokens.into());
     PrefillTerms { wait_ms: node.backlog_ms, prefill_ms: compute_ms * node.prefill_factor, cached_tokens }
 }
 
 /// The answer on decode node `node`, whose steps cost `cost`.
-pub fn decode(node: &NodeView, cost: &StepCost, need: &Need) -> DecodeTerms {
+pub fn decode(node: &NodeView, cost: &StepCost, demand: &Demand) -> DecodeTerms {
     let requests = node.requests();
     let rows = (requests + 1.0).min(f64::from(node.max_running.max(1)));
     // Who waits for the batch has a context too, of which only the sum of the running ones is reported.
-    let context = (node.context_tokens(need) + f64::from(need.prompt_tokens)) * rows / (requests + 1.0);
+    let context = (node.context_tokens(demand) + f64::from(demand.prompt_tokens)) * rows / (requests + 1.0);
     let step_ms = cost.step_ms(rows, context);
     let before = node.routed.blocks.saturating_add(waiting_blocks(node));
-    let short_blocks = need.usual_blocks().saturating_add(before).saturating_sub(node.free_blocks);
-    let held = node.cached_blocks_of_prompt.min(need.prompt_blocks());
+    let short_blocks = demand.usual_blocks(node.block_tokens).saturating_add(before).saturating_sub(node.free_blocks);
+    let held = node.cached_blocks_of_prompt.min(demand.prompt_blocks(node.block_tokens));
     DecodeTerms {
-        wait_ms: room_ms(node, need, short_blocks, step_ms).max(node.backlog_ms),
+        wait_ms: room_ms(node, demand, short_blocks, step_ms).max(node.backlog_ms),
         step_ms,
-        missing_blocks: need.prompt_blocks() - held,
+        missing_blocks: demand.prompt_blocks(node.block_tokens) - held,
         short_blocks,
     }
 }
 
 /// The prompt on decode node `node`. Its steps with prompts cost `cost`, and it computes as `like` does: itself, or a
 /// prefill node on the same cores, whose prompts then are in its way.
-pub fn local(node: &NodeView, like: &NodeView, cost: &StepCost, need: &Need) -> LocalTerms {
-    let cached_tokens = cached_tokens(node, need);
-    let tokens = need.prompt_tokens.saturating_sub(cached_tokens);
+pub fn local(node: &NodeView, like: &NodeView, cost: &StepCost, demand: &Demand) -> LocalTerms {
+    let cached_tokens = cached_tokens(node, demand);
+    let tokens = demand.prompt_tokens.saturating_sub(cached_tokens);
     let streams = streams(node);
     let budget = (f64::from(step_tokens(node)) - streams).max(1.0);
     let steps = (f64::from(tokens) / budget).ceil();
     let added_ms = cost.tokens_ms(cached_tokens.into(), tokens.into()) * like.prefill_factor;
-    let running_ms = steps * cost.step_ms(streams, node.context_tokens(need)) * like.prefill_factor;
+    let running_ms = steps * cost.step_ms(streams, node.context_tokens(demand)) * like.prefill_factor;
     let (crowding, delays) = match like.session == node.session {
         true => (0.0, 0.0),
         false => (node.processor.crowding(&like.processor), node.processor.delays(&like.processor)),
@@ -245,8 +246,8 @@ pub fn local(node: &NodeView, like: &NodeView, cost: &StepCost, need: &Need) -> 
 /// What it costs the streams of `node` to wait for `delay_ms` each, in milliseconds of TTFT, of which `step_weight` are
 /// worth one of TPOT: over the tokens that follow an answer's first one the delay is as much of its TPOT. Without such
 /// tokens there is none; below one in the mean, as many answers have one.
-pub fn harm_ms(node: &NodeView, need: &Need, delay_ms: f64, step_weight: f64) -> f64 {
-    let further = answer_tokens(node, need) - 1.0;
+pub fn harm_ms(node: &NodeView, demand: &Demand, delay_ms: f64, step_weight: f64) -> f64 {
+    let further = answer_tokens(node, demand) - 1.0;
     match streams(node) * delay_ms * further.min(1.0 / further) {
         // Whatever the weight is.
         0.0 => 0.0,
@@ -256,7 +257,7 @@ pub fn harm_ms(node: &NodeView, need: &Need, delay_ms: f64, step_weight: f64) ->
 
 /// A prefill of `prefill_ms` on `prefill` beside the prompts and streams of `decode`, whose steps take `step_ms`. What
 /// runs when the prompt begins is taken to be what runs now: others come when these end.
-pub fn crowd(prefill: &NodeView, prefill_ms: f64, decode: &NodeView, step_ms: f64, need: &Need) -> Crowd {
+pub fn crowd(prefill: &NodeView, prefill_ms: f64, decode: &NodeView, step_ms: f64, demand: &Demand) -> Crowd {
     let crowding = prefill.processor.crowding(&decode.processor);
     if crowding == 0.0 || streams(decode) == 0.0 {
         return Crowd::NONE;
@@ -264,7 +265,7 @@ pub fn crowd(prefill: &NodeView, prefill_ms: f64, decode: &NodeView, step_ms: f6
     // Half of its answer is still to come from one that runs, in the mean, and all of it from others. What is reserved
     // and not filled does not tell: requests share blocks.
     let running = f64::from(decode.running) / decode.requests();
-    let streams_ms = answer_tokens(decode, need) * (1.0 - 0.5 * running.min(1.0)) * step_ms;
+    let streams_ms = answer_tokens(decode, demand) * (1.0 - 0.5 * running.min(1.0)) * step_ms;
     let delays = prefill.processor.delays(&decode.processor);
     Crowd {
         prefill_ms: crowding * prefill_ms.min(decode.backlog_ms + streams_ms),
@@ -274,13 +275,13 @@ pub fn crowd(prefill: &NodeView, prefill_ms: f64, decode: &NodeView, step_ms: f6
 }
 
 /// Tokens of an answer there in the mean, as long as it may get: by what this router has there, or like this request's.
-fn answer_tokens(node: &NodeView, need: &Need) -> f64 {
-    node_answer(node, need).clamp(1.0, USUAL_ANSWER)
+fn answer_tokens(node: &NodeView, demand: &Demand) -> f64 {
+    node_answer(node, demand).clamp(1.0, USUAL_ANSWER)
 }
 
-fn node_answer(node: &NodeView, need: &Need) -> f64 {
+fn node_answer(node: &NodeView, demand: &Demand) -> f64 {
     match node.held.requests {
-        0 => f64::from(need.answer_tokens),
+        0 => f64::from(demand.answer_tokens),
         requests => node.held.answers as f64 / f64::from(requests),
     }
 }
@@ -293,7 +294,7 @@ fn streams(node: &NodeView) -> f64 {
 /// Until a full node has room, milliseconds. Requests leave as their answers end. What they have still to generate, in
 /// the mean, is half of what answers usually are: of `n` of them, ends spread evenly over twice the mean, so the k-th
 /// comes after `k / (n + 1)` of it.
-fn room_ms(node: &NodeView, need: &Need, short_blocks: u32, step_ms: f64) -> f64 {
+fn room_ms(node: &NodeView, demand: &Demand, short_blocks: u32, step_ms: f64) -> f64 {
     let requests = node.requests();
     let over = (requests + 1.0 - f64::from(node.max_running.max(1))).max(0.0);
     if short_blocks == 0 && over == 0.0 {
@@ -303,7 +304,7 @@ fn room_ms(node: &NodeView, need: &Need, short_blocks: u32, step_ms: f64) -> f64
     let used = f64::from(reserved) + f64::from(node.routed.blocks) + f64::from(waiting_blocks(node));
     let holders = requests.max(1.0);
     let ends = (f64::from(short_blocks) / (used / holders).max(1.0)).ceil().max(over).min(holders);
-    let mean_left = (node_answer(node, need) / 2.0).max(1.0);
+    let mean_left = (node_answer(node, demand) / 2.0).max(1.0);
     2.0 * mean_left * ends / (holders + 1.0) * step_ms
 }
 
@@ -330,7 +331,7 @@ pub fn step_tokens(node: &NodeView) -> u32 {
 mod tests {
     use super::super::coming::Coming;
     use super::super::processor::Processor;
-    use super::super::tests::{NEED, node};
+    use super::super::tests::{DEMAND, node};
     use super::super::{Role, Work};
     use super::*;
     use tandem_proto::v1;
@@ -349,55 +350,55 @@ mod tests {
     fn a_prompt_costs_its_chunks_its_tokens_and_its_positions() {
         let mut prefill_node = node(1, Role::Prefill);
         (prefill_node.max_step_tokens, prefill_node.backlog_ms) = (40, 7.0);
-        let terms = prefill(&prefill_node, &COST, &NEED);
+        let terms = prefill(&prefill_node, &COST, &DEMAND);
         assert_eq!(terms.wait_ms, 7.0);
         assert!((terms.prefill_ms - (3.0 * 2.0 + 50.0 + 0.01 * 5050.0)).abs() < 1e-9, "{terms:?}");
         prefill_node.cached_blocks_of_prompt = 4;
-        let terms = prefill(&prefill_node, &COST, &NEED);
+        let terms = prefill(&prefill_node, &COST, &DEMAND);
         assert_eq!(terms.cached_tokens, 64);
         assert!((terms.prefill_ms - (2.0 + 18.0 + 0.01 * (36.0 * 64.0 + 666.0))).abs() < 1e-9, "{terms:?}");
         prefill_node.prefill_factor = 2.0;
-        assert!((prefill(&prefill_node, &COST, &NEED).prefill_ms - 2.0 * terms.prefill_ms).abs() < 1e-9);
+        assert!((prefill(&prefill_node, &COST, &DEMAND).prefill_ms - 2.0 * terms.prefill_ms).abs() < 1e-9);
     }
 
     #[test]
     fn the_last_token_of_a_cached_prompt_is_computed() {
         let mut prefill_node = node(1, Role::Prefill);
         prefill_node.cached_blocks_of_prompt = 100;
-        let need = Need { prompt_tokens: 96, ..NEED };
-        assert_eq!(prefill(&prefill_node, &COST, &need).cached_tokens, 80);
-        assert_eq!(cached_tokens(&prefill_node, &Need { prompt_tokens: 0, ..NEED }), 0);
+        let demand = Demand { prompt_tokens: 96, ..DEMAND };
+        assert_eq!(prefill(&prefill_node, &COST, &demand).cached_tokens, 80);
+        assert_eq!(cached_tokens(&prefill_node, &Demand { prompt_tokens: 0, ..DEMAND }), 0);
     }
 
     #[test]
     fn a_step_grows_with_the_batch_and_its_context() {
         let mut decode_node = node(3, Role::Decode);
-        let alone = decode(&decode_node, &COST, &NEED);
+        let alone = decode(&decode_node, &COST, &DEMAND);
         assert!((alone.step_ms - (2.0 + 0.5 + 1.0)).abs() < 1e-9);
         decode_node.reported = Work { requests: 2, context: 300, ..Work::default() };
         decode_node.running = 1;
         // The second request is not running yet: it will have a context like the first one's.
-        let busy = decode(&decode_node, &COST, &NEED);
+        let busy = decode(&decode_node, &COST, &DEMAND);
         assert!((busy.step_ms - (2.0 + 1.5 + 0.01 * 700.0)).abs() < 1e-9, "{busy:?}");
         decode_node.routed = Work { requests: 1, context: 50, ..Work::default() };
-        assert!((decode(&decode_node, &COST, &NEED).step_ms - (2.0 + 2.0 + 0.01 * 750.0)).abs() < 1e-9);
+        assert!((decode(&decode_node, &COST, &DEMAND).step_ms - (2.0 + 2.0 + 0.01 * 750.0)).abs() < 1e-9);
     }
 
     #[test]
     fn a_full_node_waits_for_ends() {
         let mut decode_node = node(3, Role::Decode);
-        assert_eq!(decode(&decode_node, &COST, &NEED).wait_ms, 0.0);
+        assert_eq!(decode(&decode_node, &COST, &DEMAND).wait_ms, 0.0);
         // 60 of 64 blocks held by 3 requests; of answers of 100 tokens 50 are left in the mean.
         (decode_node.free_blocks, decode_node.running) = (4, 3);
         decode_node.reported = Work { requests: 3, context: 660, ..Work::default() };
-        let terms = decode(&decode_node, &COST, &NEED);
+        let terms = decode(&decode_node, &COST, &DEMAND);
         assert_eq!(terms.short_blocks, 9);
         assert!((terms.wait_ms - 2.0 * 50.0 / 4.0 * terms.step_ms).abs() < 1e-9, "{terms:?}");
         // Blocks enough, but no place in the batch.
         (decode_node.free_blocks, decode_node.max_running) = (64, 3);
-        assert!(decode(&decode_node, &COST, &NEED).wait_ms > 0.0);
+        assert!(decode(&decode_node, &COST, &DEMAND).wait_ms > 0.0);
         decode_node.max_running = 4;
-        assert_eq!(decode(&decode_node, &COST, &NEED).wait_ms, 0.0);
+        assert_eq!(decode(&decode_node, &COST, &DEMAND).wait_ms, 0.0);
     }
 
     #[test]
@@ -406,37 +407,37 @@ mod tests {
         // Three of 20 blocks run, four wait.
         let seven = Work { requests: 7, blocks: 140, context: 700, tokens: 0, answers: 0 };
         (decode_node.routed, decode_node.held) = (seven, seven);
-        let before = decode(&decode_node, &COST, &NEED);
+        let before = decode(&decode_node, &COST, &DEMAND);
         assert_eq!(before.short_blocks, 13 + 140 - 64);
         (decode_node.routed, decode_node.free_blocks, decode_node.running) = (Work::default(), 4, 3);
         decode_node.reported = Work { requests: 7, context: 300, ..Work::default() };
-        let after = decode(&decode_node, &COST, &NEED);
+        let after = decode(&decode_node, &COST, &DEMAND);
         assert_eq!(after.short_blocks, before.short_blocks);
         assert!((after.wait_ms / before.wait_ms - 1.0).abs() < 0.01, "{after:?} {before:?}");
         // Requests that share blocks have all that they asked for.
         decode_node.free_blocks = 20;
-        assert_eq!(decode(&decode_node, &COST, &NEED).short_blocks, 0);
+        assert_eq!(decode(&decode_node, &COST, &DEMAND).short_blocks, 0);
         (decode_node.free_blocks, decode_node.running) = (4, 7);
-        assert_eq!(decode(&decode_node, &COST, &NEED).short_blocks, 9, "nobody waits");
+        assert_eq!(decode(&decode_node, &COST, &DEMAND).short_blocks, 9, "nobody waits");
     }
 
     #[test]
     fn a_local_prompt_harms_every_stream() {
         let mut decode_node = node(3, Role::Decode);
-        let alone = local(&decode_node, &decode_node, &COST, &NEED);
-        assert_eq!(harm_ms(&decode_node, &NEED, alone.delay_ms, 10.0), 0.0);
+        let alone = local(&decode_node, &decode_node, &COST, &DEMAND);
+        assert_eq!(harm_ms(&decode_node, &DEMAND, alone.delay_ms, 10.0), 0.0);
         assert!((alone.prefill_ms - (2.0 + 50.0 + 50.5)).abs() < 1e-9, "{alone:?}");
         decode_node.running = 2;
         decode_node.reported = Work { requests: 2, context: 200, ..Work::default() };
-        let busy = local(&decode_node, &decode_node, &COST, &NEED);
+        let busy = local(&decode_node, &decode_node, &COST, &DEMAND);
         assert!((busy.delay_ms - 100.5).abs() < 1e-9, "{busy:?}");
         assert!((busy.prefill_ms - (100.5 + 2.0 + 1.0 + 2.0)).abs() < 1e-9, "{busy:?}");
         decode_node.coming = Coming { requests: 1, within_ms: busy.prefill_ms };
-        let later = local(&decode_node, &decode_node, &COST, &NEED);
+        let later = local(&decode_node, &decode_node, &COST, &DEMAND);
         assert!((later.delay_ms - 0.75 * 100.5).abs() < 1e-9, "one of them begins half-way through it: {later:?}");
         decode_node.coming = Coming::default();
         decode_node.cached_blocks_of_prompt = 6;
-        assert!((local(&decode_node, &decode_node, &COST, &NEED).delay_ms - (2.0 + 0.01 * 394.0)).abs() < 1e-9);
+        assert!((local(&decode_node, &decode_node, &COST, &DEMAND).delay_ms - (2.0 + 0.01 * 394.0)).abs() < 1e-9);
     }
 
     #[test]
@@ -444,7 +445,7 @@ mod tests {
         let mut decode_node = node(3, Role::Decode);
         decode_node.reported.requests = 2;
         let harms = |node: &NodeView, streams: f64, further: f64| {
-            let harm_ms = harm_ms(node, &NEED, 50.0, 10.0);
+            let harm_ms = harm_ms(node, &DEMAND, 50.0, 10.0);
             assert!((harm_ms - streams * 50.0 * 10.0 / further).abs() < 1e-9, "{further}: {harm_ms}");
         };
         // Somebody else's: they are taken to be as long as this one.
@@ -462,7 +463,7 @@ mod tests {
     fn nodes_on_the_same_cores_slow_each_other_down_while_both_compute() {
         let shared = Processor::reported(Some(&v1::Processor { id: 1, cores: 4, threads: 3 }));
         let (mut prefill_node, mut decode_node) = (node(1, Role::Prefill), node(3, Role::Decode));
-        let crowded = |p: &NodeView, d: &NodeView| crowd(p, 300.0, d, 2.0, &NEED);
+        let crowded = |p: &NodeView, d: &NodeView| crowd(p, 300.0, d, 2.0, &DEMAND);
         (prefill_node.processor, decode_node.processor) = (shared, shared);
         assert_eq!(crowded(&prefill_node, &decode_node), Crowd::NONE, "nothing runs there");
         (decode_node.running, decode_node.reported.requests) = (2, 2);
@@ -484,12 +485,12 @@ mod tests {
         );
         decode_node.running = 0;
         assert_eq!(crowded(&prefill_node, &decode_node).delay_ms, 100.0, "all of them");
-        let alone = local(&decode_node, &prefill_node, &COST, &NEED);
+        let alone = local(&decode_node, &prefill_node, &COST, &DEMAND);
         prefill_node.backlog_ms = 60.0;
-        let beside = local(&decode_node, &prefill_node, &COST, &NEED);
+        let beside = local(&decode_node, &prefill_node, &COST, &DEMAND);
         assert!((beside.prefill_ms - alone.prefill_ms - 30.0).abs() < 1e-9 && beside.prompts_ms == 30.0);
         prefill_node.prefill_factor = 2.0;
-        assert_eq!(local(&decode_node, &prefill_node, &COST, &NEED).delay_ms, 2.0 * alone.delay_ms);
+        assert_eq!(local(&decode_node, &prefill_node, &COST, &DEMAND).delay_ms, 2.0 * alone.delay_ms);
         prefill_node.processor = Processor::default();
         assert_eq!(crowded(&prefill_node, &decode_node), Crowd::NONE);
     }
@@ -497,11 +498,11 @@ mod tests {
     #[test]
     fn blocks_that_decode_holds_do_not_travel() {
         let mut decode_node = node(3, Role::Decode);
-        assert_eq!(decode(&decode_node, &COST, &NEED).missing_blocks, 7);
+        assert_eq!(decode(&decode_node, &COST, &DEMAND).missing_blocks, 7);
         decode_node.cached_blocks_of_prompt = 5;
-        assert_eq!(decode(&decode_node, &COST, &NEED).missing_blocks, 2);
+        assert_eq!(decode(&decode_node, &COST, &DEMAND).missing_blocks, 2);
         decode_node.cached_blocks_of_prompt = 50;
-        assert_eq!(decode(&decode_node, &COST, &NEED).missing_blocks, 0);
+        assert_eq!(decode(&decode_node, &COST, &DEMAND).missing_blocks, 0);
     }
 
     #[test]
@@ -547,16 +548,16 @@ mod tests {
         let flat = StepCost { decode_token_ms: 0.0, decode_context_ms: 0.0, ..COST };
         let mut decode_node = node(3, Role::Decode);
         (decode_node.running, decode_node.reported) = (2, Work { requests: 2, context: 200, ..Work::default() });
-        assert_eq!(decode(&decode_node, &flat, &NEED).step_ms, 2.0);
-        assert_eq!(prefill(&decode_node, &flat, &NEED), prefill(&decode_node, &COST, &NEED));
+        assert_eq!(decode(&decode_node, &flat, &DEMAND).step_ms, 2.0);
+        assert_eq!(prefill(&decode_node, &flat, &DEMAND), prefill(&decode_node, &COST, &DEMAND));
         assert_eq!(flat.queue_ms(100, 1, 0, 512), COST.queue_ms(100, 1, 0, 512));
         // The streams' part of the mixed steps is gone, and the harm of the prompt is what it was.
         let (busy, without) =
-            (local(&decode_node, &decode_node, &COST, &NEED), local(&decode_node, &decode_node, &flat, &NEED));
+            (local(&decode_node, &decode_node, &COST, &DEMAND), local(&decode_node, &decode_node, &flat, &DEMAND));
         assert!((busy.prefill_ms - without.prefill_ms - 3.0).abs() < 1e-9 && busy.delay_ms == without.delay_ms);
         let prompts = StepCost { token_ms: 0.0, context_ms: 0.0, ..COST };
-        assert_eq!(decode(&decode_node, &prompts, &NEED), decode(&decode_node, &COST, &NEED));
-        assert_eq!(prefill(&decode_node, &prompts, &NEED).prefill_ms, 2.0);
+        assert_eq!(decode(&decode_node, &prompts, &DEMAND), decode(&decode_node, &COST, &DEMAND));
+        assert_eq!(prefill(&decode_node, &prompts, &DEMAND).prefill_ms, 2.0);
         assert_eq!((COST.beside(&flat), prompts.beside(&COST)), (flat, prompts));
     }
 }

@@ -14,7 +14,8 @@ use super::calibrate::Links;
 use super::cost::{self, DecodeTerms, LocalTerms, PrefillTerms, StepCost};
 use super::policy::{Policy, draw};
 use super::ways::Ways;
-use super::{LocalPrefill, Need, NodeView, Role, Settings, Terms, Wish};
+use super::{LocalPrefill, NodeView, Role, Settings, Terms, Wish};
+use crate::capacity::Demand;
 
 /// Nodes of a role that stay for their cost.
 pub const SHORT: usize = 8;
@@ -154,7 +155,7 @@ impl Group<'_> {
 /// The request, and everything by which its plans are scored.
 pub struct Scorer<'a> {
     /// What is needed.
-    pub need: &'a Need<'a>,
+    pub demand: &'a Demand,
     /// What an earlier attempt asks for.
     pub wish: &'a Wish,
     /// The operator's.
@@ -219,7 +220,7 @@ impl<'a> Scorer<'a> {
                 domains().for_each(|number| groups[number].prefills.offer(side));
             }
             Role::Decode => {
-                let terms = cost::decode(node, self.cost(node), self.need);
+                let terms = cost::decode(node, self.cost(node), self.demand);
                 for number in domains() {
                     let group = &mut groups[number];
                     let hidden_ms = group.prefills.best.first().map_or(0.0, |best| best.terms.first_ms());
@@ -247,13 +248,13 @@ impl<'a> Scorer<'a> {
     }
 
     fn fits(&self, node: &NodeView) -> bool {
-        let need = self.need;
+        let demand = self.demand;
         let tokens = match node.role {
-            Role::Prefill => need.prompt_tokens,
-            Role::Decode => need.total_tokens,
+            Role::Prefill => demand.prompt_tokens,
+            Role::Decode => demand.most_tokens(),
         };
         // An answer that outgrows the node's memory ends there.
-        need.prompt_blocks() <= node.total_blocks && tokens <= node.max_context_tokens
+        demand.prompt_blocks(node.block_tokens) <= node.total_blocks && tokens <= node.max_context_tokens
     }
 
     /// How steps cost there; what the others of its role do, where it has measured nothing.
@@ -269,8 +270,8 @@ impl<'a> Scorer<'a> {
 
     fn prefill(&self, node: &'a NodeView, place: (usize, usize)) -> Side<'a, PrefillTerms> {
         let kept = self.wish.keep == Some(node.session);
-        let terms = if kept { PrefillTerms::KEPT } else { cost::prefill(node, self.cost(node), self.need) };
-        let score = self.settings.policy.score(node, self.need.prompt_blocks(), place, self.turn);
+        let terms = if kept { PrefillTerms::KEPT } else { cost::prefill(node, self.cost(node), self.demand) };
+        let score = self.settings.policy.score(node, self.demand.prompt_blocks(node.block_tokens), place, self.turn);
         self.side(node, terms, score.unwrap_or(terms.first_ms()))
     }
 
@@ -283,7 +284,7 @@ impl<'a> Scorer<'a> {
         hidden_ms: f64,
     ) -> Side<'a, DecodeTerms> {
         let cost_ms = (terms.wait_ms - hidden_ms).max(0.0) + self.settings.step_weight() * terms.step_ms;
-        let score = self.settings.policy.score(node, self.need.usual_blocks(), place, self.turn);
+        let score = self.settings.policy.score(node, self.demand.usual_blocks(node.block_tokens), place, self.turn);
         self.side(node, terms, score.unwrap_or(cost_ms))
     }
 
@@ -299,7 +300,7 @@ impl<'a> Scorer<'a> {
         let like = beside.max_by(|a, b| a.backlog_ms.total_cmp(&b.backlog_ms)).unwrap_or(side.node);
         let of_others = self.prompts.as_ref().filter(|_| !like.computes_prompts);
         let cost = of_others.unwrap_or_else(|| self.cost(like)).beside(self.cost(side.node));
-        let local = cost::local(side.node, like, &cost, self.need);
+        let local = cost::local(side.node, like, &cost, self.demand);
         let score = match self.settings.policy {
             Policy::Joint => self.local_terms(side.node, &side.terms, &local).total_ms(self.settings),
             _ => side.score,
@@ -308,7 +309,7 @@ impl<'a> Scorer<'a> {
     }
 
     fn local_terms(&self, node: &NodeView, decode: &DecodeTerms, local: &LocalTerms) -> Terms {
-        let harm_ms = cost::harm_ms(node, self.need, local.delay_ms, self.settings.step_weight());
+        let harm_ms = cost::harm_ms(node, self.demand, local.delay_ms, self.settings.step_weight());
         Terms {
             wait_prefill_ms: 0.0,
             prefill_ms: local.prefill_ms,
@@ -356,7 +357,7 @@ impl<'a> Scorer<'a> {
         let pair = (prefill.node.session, decode.node.session);
         let transfer_ms = self.links.transfer_ms(pair, way, decode.terms.missing_blocks);
         let step_ms = decode.terms.step_ms;
-        let crowd = cost::crowd(prefill.node, prefill.terms.prefill_ms, decode.node, step_ms, self.need);
+        let crowd = cost::crowd(prefill.node, prefill.terms.prefill_ms, decode.node, step_ms, self.demand);
         let prefill_ms = prefill.terms.prefill_ms + crowd.prefill_ms;
         let terms = Terms {
             wait_prefill_ms: prefill.terms.wait_ms,
@@ -364,7 +365,7 @@ impl<'a> Scorer<'a> {
             exposed_ms: (transfer_ms - prefill_ms).max(0.0),
             wait_decode_ms: (decode.terms.wait_ms - prefill.terms.wait_ms - prefill_ms).max(0.0),
             step_ms,
-            harm_ms: cost::harm_ms(decode.node, self.need, crowd.delay_ms, self.settings.step_weight())
+            harm_ms: cost::harm_ms(decode.node, self.demand, crowd.delay_ms, self.settings.step_weight())
                 + crowd.prompts_ms,
         };
         let score = match self.settings.policy {

@@ -5,8 +5,8 @@ use proptest::prelude::*;
 use super::LocalPrefill::{Always, Auto, Never};
 use super::*;
 
-pub(super) const NEED: Need<'static> =
-    Need { prompt_tokens: 100, total_tokens: 200, answer_tokens: 100, block_tokens: 16, hashes: &[] };
+pub(super) const DEMAND: Demand =
+    Demand { prompt_tokens: 100, max_tokens: 100, answer_tokens: 100, hashes: Vec::new() };
 const COST: StepCost =
     StepCost { base_ms: 2.0, token_ms: 0.5, context_ms: 0.001, decode_token_ms: 0.5, decode_context_ms: 0.001 };
 
@@ -16,6 +16,7 @@ pub(super) fn node(session: u64, role: Role) -> NodeView {
         node_id: format!("{}{session}", role.as_str()).into(),
         role,
         domains: [0].into(),
+        block_tokens: 16,
         total_blocks: 64,
         free_blocks: 64,
         max_context_tokens: 8192,
@@ -46,7 +47,7 @@ fn with(local: LocalPrefill) -> Settings {
 }
 
 fn candidates(nodes: &[NodeView], wish: &Wish, local: LocalPrefill) -> Result<Vec<Candidate>, NoPair> {
-    select(&Cluster { nodes, links: &Links::default(), ways: &Ways::default() }, &NEED, wish, &with(local), 0)
+    select(&Cluster { nodes, links: &Links::default(), ways: &Ways::default() }, &DEMAND, wish, &with(local), 0)
 }
 
 fn first(nodes: &[NodeView], wish: &Wish) -> (u64, u64) {
@@ -120,7 +121,7 @@ fn a_slow_way_is_not_taken_where_it_shows() {
     }
     let choose = |links: &Links| {
         let cluster = Cluster { nodes: &nodes, links, ways: &Ways::default() };
-        select(&cluster, &NEED, &Wish::default(), &with(Never), 0)
+        select(&cluster, &DEMAND, &Wish::default(), &with(Never), 0)
     };
     let told = choose(&links).unwrap();
     assert_eq!((told[0].prefill, told[0].decode), (Some(2), 4));
@@ -150,7 +151,7 @@ fn objectives_weigh_steps_against_first_tokens() {
     let choose = |ttft_objective_ms, tpot_objective_ms| {
         let settings = Settings { ttft_objective_ms, tpot_objective_ms, ..with(Never) };
         let cluster = Cluster { nodes: &nodes, links: &Links::default(), ways: &Ways::default() };
-        select(&cluster, &NEED, &Wish::default(), &settings, 0).unwrap()[0].decode
+        select(&cluster, &DEMAND, &Wish::default(), &settings, 0).unwrap()[0].decode
     };
     assert_eq!(choose(1000.0, 1000.0), 3, "its steps are slow, and it takes the request at once");
     assert_eq!(choose(1000.0, 20.0), 4);
@@ -161,7 +162,7 @@ fn equal_plans_spread() {
     let nodes = cluster();
     let choose = |turn| {
         let cluster = Cluster { nodes: &nodes, links: &Links::default(), ways: &Ways::default() };
-        let best = &select(&cluster, &NEED, &Wish::default(), &with(Never), turn).unwrap()[0];
+        let best = &select(&cluster, &DEMAND, &Wish::default(), &with(Never), turn).unwrap()[0];
         (best.prefill.unwrap(), best.decode)
     };
     let mut counts = std::collections::HashMap::new();
@@ -177,11 +178,11 @@ fn of_plans_near_the_best_the_emptier_is_likelier() {
     (nodes[0].reported.requests, nodes[1].backlog_ms) = (4, 1.0);
     for turn in 0..50 {
         let cluster = Cluster { nodes: &nodes, links: &Links::default(), ways: &Ways::default() };
-        let told = select(&cluster, &NEED, &Wish::default(), &with(Never), turn).unwrap();
+        let told = select(&cluster, &DEMAND, &Wish::default(), &with(Never), turn).unwrap();
         assert_eq!(told[0].prefill, Some(2));
         assert!(told[0].total_ms > told[1].total_ms);
         let strict = Settings { near_optimal: 0.0, ..with(Never) };
-        assert_eq!(select(&cluster, &NEED, &Wish::default(), &strict, turn).unwrap()[0].prefill, Some(1));
+        assert_eq!(select(&cluster, &DEMAND, &Wish::default(), &strict, turn).unwrap()[0].prefill, Some(1));
     }
 }
 
@@ -241,10 +242,10 @@ fn says_which_role_is_missing() {
 
 #[test]
 fn a_request_that_fits_nowhere_is_told_so() {
-    let need = Need { prompt_tokens: 64 * 16 + 1, total_tokens: 65 * 16, ..NEED };
+    let demand = Demand { prompt_tokens: 64 * 16 + 1, max_tokens: 15, ..DEMAND };
     let nodes = cluster();
     let cluster = Cluster { nodes: &nodes, links: &Links::default(), ways: &Ways::default() };
-    let refusal = select(&cluster, &need, &Wish::default(), &with(Never), 0).unwrap_err();
+    let refusal = select(&cluster, &demand, &Wish::default(), &with(Never), 0).unwrap_err();
     assert_eq!(refusal, NoPair::TooLarge { blocks: 65, tokens: 1040 });
     assert!(refusal.to_string().contains("65 KV blocks"));
 }
@@ -307,7 +308,7 @@ fn objectives_that_nobody_can_keep_choose_nodes_all_the_same() {
     {
         let settings = Settings { ttft_objective_ms, tpot_objective_ms, ..with(Auto) };
         let cluster = Cluster { nodes: &nodes, links: &Links::default(), ways: &Ways::default() };
-        assert!(select(&cluster, &NEED, &Wish::default(), &settings, 0).is_ok());
+        assert!(select(&cluster, &DEMAND, &Wish::default(), &settings, 0).is_ok());
     }
 }
 
@@ -399,7 +400,7 @@ fn baselines_choose_by_their_own_rule_and_tell_the_same_terms() {
     let choose = |policy, turn| {
         let settings = Settings { policy, ..with(Auto) };
         let cluster = Cluster { nodes: &nodes, links: &Links::default(), ways: &Ways::default() };
-        select(&cluster, &NEED, &Wish::default(), &settings, turn).unwrap()
+        select(&cluster, &DEMAND, &Wish::default(), &settings, turn).unwrap()
     };
     let pair = |policy, turn| (choose(policy, turn)[0].prefill, choose(policy, turn)[0].decode);
     assert_ne!(pair(Policy::Joint, 0).0, Some(1));
@@ -410,7 +411,7 @@ fn baselines_choose_by_their_own_rule_and_tell_the_same_terms() {
 }
 
 /// Every plan, scored by the same terms and put in order without any short list.
-fn best_of_all(nodes: &[NodeView], links: &Links, need: &Need, settings: &Settings) -> Option<f64> {
+fn best_of_all(nodes: &[NodeView], links: &Links, demand: &Demand, settings: &Settings) -> Option<f64> {
     let weight = settings.step_weight();
     let (mut best, of) = (None, |role| nodes.iter().filter(move |node| node.role == role));
     let mut offer = |shut: bool, total_ms: f64| {
@@ -419,18 +420,18 @@ fn best_of_all(nodes: &[NodeView], links: &Links, need: &Need, settings: &Settin
         }
     };
     for d in of(Role::Decode) {
-        let decode = cost::decode(d, &d.step_cost, need);
+        let decode = cost::decode(d, &d.step_cost, demand);
         for p in of(Role::Prefill) {
             let Some(way) = Ways::default().between(p, d) else { continue };
-            let prefill = cost::prefill(p, &p.step_cost, need);
+            let prefill = cost::prefill(p, &p.step_cost, demand);
             let transfer_ms = links.transfer_ms((p.session, d.session), way, decode.missing_blocks);
             let exposed_ms = (transfer_ms - prefill.prefill_ms).max(0.0);
             let wait_ms = (decode.wait_ms - prefill.first_ms()).max(0.0);
             offer(p.shut || d.shut, prefill.first_ms() + exposed_ms + wait_ms + weight * decode.step_ms);
         }
         if settings.local != Never {
-            let local = cost::local(d, d, &d.step_cost, need);
-            let harm_ms = cost::harm_ms(d, need, local.delay_ms, weight);
+            let local = cost::local(d, d, &d.step_cost, demand);
+            let harm_ms = cost::harm_ms(d, demand, local.delay_ms, weight);
             offer(d.shut, decode.wait_ms + local.prefill_ms + harm_ms + weight * decode.step_ms);
         }
     }
@@ -484,8 +485,8 @@ proptest! {
         }
         let settings = Settings { near_optimal: 0.0, ..with(local) };
         let links = Links::default();
-        let told = select(&Cluster { nodes: &nodes, links: &links, ways: &Ways::default() }, &NEED, &Wish::default(), &settings, turn);
-        match best_of_all(&nodes, &links, &NEED, &settings) {
+        let told = select(&Cluster { nodes: &nodes, links: &links, ways: &Ways::default() }, &DEMAND, &Wish::default(), &settings, turn);
+        match best_of_all(&nodes, &links, &DEMAND, &settings) {
             Some(best_ms) => {
                 let chosen_ms = told.unwrap()[0].total_ms;
                 prop_assert!(chosen_ms <= best_ms + 2.0 * SAME_MS, "{chosen_ms} {best_ms}");
@@ -507,8 +508,8 @@ proptest! {
             links.observe((p, d), 0, 70_000, 7, ms);
         }
         let settings = Settings { near_optimal: 0.0, ..with(Auto) };
-        let told = select(&Cluster { nodes: &nodes, links: &links, ways: &Ways::default() }, &NEED, &Wish::default(), &settings, turn);
-        if let Some(best_ms) = best_of_all(&nodes, &links, &NEED, &settings) {
+        let told = select(&Cluster { nodes: &nodes, links: &links, ways: &Ways::default() }, &DEMAND, &Wish::default(), &settings, turn);
+        if let Some(best_ms) = best_of_all(&nodes, &links, &DEMAND, &settings) {
             let chosen_ms = told.unwrap()[0].total_ms;
             prop_assert!(chosen_ms <= best_ms * 1.10 + SAME_MS, "{chosen_ms} {best_ms}");
         }
@@ -528,7 +529,7 @@ proptest! {
             ways::common(&p.domains, &d.domains).next().is_some() && !wish.avoid.pairs.contains(&(p.session, d.session))
         }));
         let links = Links::default();
-        let told = select(&Cluster { nodes: &nodes, links: &links, ways: &Ways::default() }, &NEED, &wish, &with(Never), turn);
+        let told = select(&Cluster { nodes: &nodes, links: &links, ways: &Ways::default() }, &DEMAND, &wish, &with(Never), turn);
         prop_assert_eq!(told.is_ok_and(|told| told[0].is_sound()), there);
     }
 }

@@ -15,14 +15,16 @@ fn shared(max_inflight: usize, max_queue: usize) -> Bounds {
     Bounds { tenants: true, ..bounds(max_inflight, max_queue) }
 }
 
+fn demand(prompt_tokens: u32, max_tokens: u32, answer_tokens: u32) -> Demand {
+    Demand { prompt_tokens, max_tokens, answer_tokens, hashes: Vec::new() }
+}
+
 fn ask(tenant: &str, now: Instant) -> Ask {
     Ask {
         tenant: tenant.into(),
         weight: 1,
         priority: 0,
-        prompt_tokens: 10,
-        max_tokens: 10,
-        answer_tokens: 10,
+        demand: demand(10, 10, 10),
         deadline: now + Duration::from_secs(3600),
         predicted: None,
     }
@@ -55,7 +57,7 @@ fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)
 }
 
-fn always(_: &Ask, _: &Ahead) -> bool {
+fn always(_: &Demand, _: &Ahead) -> bool {
     true
 }
 
@@ -161,8 +163,8 @@ fn tenants_beyond_the_limit_share_a_lane() {
 fn who_finds_no_room_is_passed_a_bounded_number_of_times() {
     let now = Instant::now();
     let mut queue = Queue::new(shared(1000, 1000));
-    let mut fits_small = |ask: &Ask, _: &Ahead| ask.prompt_tokens < 100;
-    let large = Ask { prompt_tokens: 1000, ..ask("large", now) };
+    let mut fits_small = |demand: &Demand, _: &Ahead| demand.prompt_tokens < 100;
+    let large = Ask { demand: demand(1000, 10, 10), ..ask("large", now) };
     let large = queue.enter(large, now, &mut fits_small).0.unwrap();
     let mut passed = 0;
     for _ in 0..2 * MAX_PASSES {
@@ -179,34 +181,34 @@ fn who_finds_no_room_is_passed_a_bounded_number_of_times() {
 fn what_has_started_and_is_not_routed_is_told() {
     let now = Instant::now();
     let mut queue = Queue::new(bounds(10, 10));
-    let mut one_at_a_time = |_: &Ask, ahead: &Ahead| ahead.requests == 0;
+    let mut one_at_a_time = |_: &Demand, ahead: &Ahead| ahead.requests == 0;
     let first = queue.enter(ask("a", now), now, &mut one_at_a_time).0.unwrap();
     let (second, turn) = queue.enter(ask("a", now), now, &mut one_at_a_time);
     assert_eq!(turn.start, [] as [Ticket; 0]);
     assert_eq!(queue.is_routed(first, now, &mut one_at_a_time).start, [second.unwrap()]);
-    assert_eq!(queue.ahead, ask("a", now).ahead());
+    assert_eq!(queue.ahead, Ahead::of(&ask("a", now).demand));
 }
 
 #[test]
 fn who_lost_its_nodes_comes_before_those_who_have_not_started() {
     let now = Instant::now();
     let mut queue = Queue::new(bounds(10, 10));
-    let mut one_at_a_time = |_: &Ask, ahead: &Ahead| ahead.requests == 0;
+    let mut one_at_a_time = |_: &Demand, ahead: &Ahead| ahead.requests == 0;
     let first = queue.enter(ask("a", now), now, &mut one_at_a_time).0.unwrap();
     queue.is_routed(first, now, &mut one_at_a_time);
     for _ in 0..2 {
-        queue.displaced(first, 30, 5);
+        queue.displaced(first, &demand(30, 10, 5));
         assert_eq!(queue.ahead, Ahead { requests: 1, prompt_tokens: 30, total_tokens: 35 }, "it counts once");
     }
     let (second, turn) = queue.enter(ask("a", now), now, &mut one_at_a_time);
     assert_eq!(turn.start, [] as [Ticket; 0]);
     assert_eq!(queue.is_routed(first, now, &mut one_at_a_time).start, [second.unwrap()]);
     // Who leaves meanwhile, and who only waits, is before nobody.
-    queue.displaced(first, 30, 5);
+    queue.displaced(first, &demand(30, 10, 5));
     let (third, _) = queue.enter(ask("a", now), now, &mut one_at_a_time);
-    queue.displaced(third.unwrap(), 30, 5);
+    queue.displaced(third.unwrap(), &demand(30, 10, 5));
     queue.ends(first, now, &mut one_at_a_time);
-    assert_eq!(queue.ahead, ask("a", now).ahead(), "of the second one");
+    assert_eq!(queue.ahead, Ahead::of(&ask("a", now).demand), "of the second one");
 }
 
 #[test]
@@ -282,7 +284,7 @@ fn documents_leave_slots_for_chats() {
     let now = Instant::now();
     let pools = "chat=0-100:3,document=101-:1".parse().unwrap();
     let mut queue = Queue::new(Bounds { pools, ..bounds(8, 100) });
-    let document = || Ask { prompt_tokens: 5000, ..ask("a", now) };
+    let document = || Ask { demand: demand(5000, 10, 10), ..ask("a", now) };
     let documents: Vec<Ticket> = (0..10).map(|_| entered(&mut queue, document(), now)).collect();
     assert_eq!((queue.inflight(), queue.waiting()), (2, 8));
     for _ in 0..6 {
@@ -300,8 +302,8 @@ fn documents_that_find_no_room_leave_it_to_chats() {
     let now = Instant::now();
     let pools = "chat=0-100,document=101-".parse().unwrap();
     let mut queue = Queue::new(Bounds { pools, tenants: true, ..bounds(10_000, 10_000) });
-    let mut fits_small = |ask: &Ask, _: &Ahead| ask.prompt_tokens < 1000;
-    let document = |tenant: &str, prompt_tokens| Ask { prompt_tokens, ..ask(tenant, now) };
+    let mut fits_small = |demand: &Demand, _: &Ahead| demand.prompt_tokens < 1000;
+    let document = |tenant: &str, prompt| Ask { demand: demand(prompt, 10, 10), ..ask(tenant, now) };
     let mut start = |queue: &mut Queue, ask: Ask| {
         let (ticket, turn) = queue.enter(ask, now, &mut fits_small);
         let ticket = ticket.unwrap();
@@ -375,8 +377,7 @@ impl<'a> Generating<'a> {
 
     fn ask(&mut self, tenant: usize) {
         let ask = ask(&tenant.to_string(), self.now);
-        let ask =
-            Ask { weight: self.weights[tenant], prompt_tokens: PROMPT, max_tokens: 4000, answer_tokens: 100, ..ask };
+        let ask = Ask { weight: self.weights[tenant], demand: demand(PROMPT, 4000, 100), ..ask };
         let (ticket, turn) = self.queue.enter(ask, self.now, &mut always);
         self.waiting.insert(ticket.unwrap(), tenant);
         self.start(turn);
@@ -435,7 +436,7 @@ fn what_never_came_to_a_node_costs_nothing() {
     let mut queue = Queue::new(shared(1, 100));
     let first = entered(&mut queue, ask("a", now), now);
     queue.routed(first);
-    let of = |name: &str| Ask { prompt_tokens: 1000, max_tokens: 1000, answer_tokens: 1000, ..ask(name, now) };
+    let of = |name: &str| Ask { demand: demand(1000, 1000, 1000), ..ask(name, now) };
     let cancelled = entered(&mut queue, of("b"), now);
     let (a, b) = (entered(&mut queue, of("a"), now), entered(&mut queue, of("b"), now));
     assert_eq!(queue.ends(first, now, &mut always).start, [cancelled]);
@@ -494,13 +495,13 @@ proptest! {
         let (mut now, mut largest) = (Instant::now(), 6000u32);
         let (mut waiting, mut running) = (BTreeSet::new(), BTreeSet::new());
         for event in events {
-            let mut room = |ask: &Ask, _: &Ahead| ask.prompt_tokens <= largest;
+            let mut room = |demand: &Demand, _: &Ahead| demand.prompt_tokens <= largest;
             let there: Vec<Ticket> = waiting.union(&running).copied().collect();
             let pick = |index: usize| there.get(index % there.len().max(1)).copied();
             let turn = match event {
                 Event::Enter { tenant, priority, prompt, patience_ms } => {
                     let deadline = now + ms(patience_ms);
-                    let ask = Ask { priority, prompt_tokens: prompt, deadline, ..ask(&tenant.to_string(), now) };
+                    let ask = Ask { priority, demand: demand(prompt, 10, 10), deadline, ..ask(&tenant.to_string(), now) };
                     let (ticket, turn) = queue.enter(ask, now, &mut room);
                     waiting.extend(ticket);
                     turn
@@ -520,7 +521,7 @@ proptest! {
                 }
                 Event::Room(size) => {
                     largest = size;
-                    queue.tick(now, &mut |ask, _| ask.prompt_tokens <= size)
+                    queue.tick(now, &mut |demand, _| demand.prompt_tokens <= size)
                 }
             };
             for ticket in turn.start {
@@ -537,7 +538,7 @@ proptest! {
             prop_assert!(queue.pools.iter().all(|pool| pool.inflight <= pool.slots));
             let heads = queue.heads();
             let stuck = heads.first().is_some_and(|(pool, lane, key)| {
-                queue.pools[*pool].lanes[lane].waiting[key].ask.prompt_tokens <= largest
+                queue.pools[*pool].lanes[lane].waiting[key].ask.demand.prompt_tokens <= largest
             });
             prop_assert!(running.len() == max_inflight || !stuck, "the next one has slot and room and waits");
         }
@@ -599,8 +600,7 @@ proptest! {
         let tenants = weights.len().min(sizes.len());
         let of = |tenant: usize| Ask {
             weight: weights[tenant],
-            prompt_tokens: sizes[tenant],
-            answer_tokens: 1,
+            demand: demand(sizes[tenant], 10, 1),
             ..ask(&tenant.to_string(), now)
         };
         let cost = |tenant: usize| u64::from(sizes[tenant]) + ANSWER_WEIGHT;
@@ -608,7 +608,7 @@ proptest! {
         let add = |queue: &mut Queue, whose: &mut HashMap<Ticket, usize>, tenant: usize| {
             whose.insert(entered(queue, of(tenant), now), tenant);
         };
-        let mut running = entered(&mut queue, Ask { answer_tokens: 1, ..ask("first", now) }, now);
+        let mut running = entered(&mut queue, Ask { demand: demand(10, 10, 1), ..ask("first", now) }, now);
         for _ in 0..3 {
             (0..tenants).for_each(|tenant| add(&mut queue, &mut whose, tenant));
         }

@@ -33,6 +33,22 @@ fn routers_of_one_token_agree_on_names() {
     }
 }
 
+#[test]
+fn a_demand_names_the_blocks_that_a_node_would_reuse() {
+    let (router, all) = (membership(), Vec::from_iter(0..96));
+    let names = |blocks: usize| {
+        let block_tokens = router.totals().block_tokens as usize;
+        sequence_hashes(router.sequence_key(CacheSalt::NONE), &all[..blocks * block_tokens], block_tokens)
+    };
+    let demand = |prompt: usize| router.demand_of(&all[..prompt], 4, CacheSalt::NONE);
+    for (prompt, blocks) in [(0, 0), (1, 0), (16, 0), (17, 1), (32, 1), (33, 2), (80, 4)] {
+        assert_eq!(demand(prompt), Demand { hashes: names(blocks), ..router.demand(prompt as u32, 4) });
+    }
+    let wide = v1::Register { block_tokens: 32, ..register("p", v1::Role::Prefill, 1) };
+    router.register(wide, Instant::now()).unwrap();
+    assert_eq!(demand(64).hashes, names(1));
+}
+
 /// A node that was named its blocks by one router, in the index of another.
 #[test]
 fn who_has_another_key_claims_no_hit() {

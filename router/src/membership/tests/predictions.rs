@@ -5,14 +5,14 @@ use super::*;
 fn a_queue_is_predicted_from_the_report_and_worked_off_by_time() {
     let start = Instant::now();
     let (membership, prefill, _) = measured_pair(start);
-    let terms = |now| membership.route(ask(100, 10), &Wish::default(), now).unwrap().candidates[0].terms;
+    let terms = |now| membership.route(&ask(100, 10), &Wish::default(), now).unwrap().candidates[0].terms;
     let idle = terms(start);
     assert!(idle.wait_prefill_ms == 0.0 && (idle.prefill_ms - 110.0).abs() < 1e-6, "{idle:?}");
     membership.report(prefill.session, &v1::Load { waiting: 1, ..measured(200) }, start);
     assert!((terms(start).wait_prefill_ms - 210.0).abs() < 1e-6);
     assert!((terms(at(start, 150)).wait_prefill_ms - 60.0).abs() < 1e-6);
     // What is routed counts at once, and only as long as its request is there.
-    let first = membership.route(ask(100, 10), &Wish::default(), at(start, 150)).unwrap();
+    let first = membership.route(&ask(100, 10), &Wish::default(), at(start, 150)).unwrap();
     assert!((terms(at(start, 150)).wait_prefill_ms - 170.0).abs() < 1e-6);
     drop(first);
     assert!(terms(at(start, 400)).wait_prefill_ms < 1e-6);
@@ -24,13 +24,13 @@ fn first_tokens_teach_how_long_prompts_really_take() {
     let (membership, ..) = measured_pair(start);
     let mut now = start;
     for _ in 0..40 {
-        let route = membership.route(ask(100, 10), &Wish::default(), now).unwrap();
+        let route = membership.route(&ask(100, 10), &Wish::default(), now).unwrap();
         now += Duration::from_millis(165);
         route.computed(now);
         // Only the first call counts.
         route.computed(now + LEASE);
     }
-    let predicted_ms = membership.route(ask(100, 10), &Wish::default(), now).unwrap().candidates[0].ttft_ms();
+    let predicted_ms = membership.route(&ask(100, 10), &Wish::default(), now).unwrap().candidates[0].ttft_ms();
     assert!((predicted_ms / 165.0 - 1.0).abs() < 0.05, "{predicted_ms}");
     assert!((membership.json()["nodes"][1]["prefill_factor"].as_f64().unwrap() - 1.5).abs() < 0.1);
 }
@@ -39,12 +39,12 @@ fn first_tokens_teach_how_long_prompts_really_take() {
 fn a_late_prompt_makes_those_behind_it_late() {
     let start = Instant::now();
     let (membership, ..) = measured_pair(start);
-    let routes: Vec<_> = (0..2).map(|_| membership.route(ask(100, 10), &Wish::default(), start).unwrap()).collect();
+    let routes: Vec<_> = (0..2).map(|_| membership.route(&ask(100, 10), &Wish::default(), start).unwrap()).collect();
     assert!((routes[1].candidates[0].ttft_ms() - 220.0).abs() < 1e-6);
     let now = at(start, 140);
     routes[0].computed(now);
     // Thirty milliseconds late: the next one begins now. Its wait is known, and the node a little slower.
-    let third = membership.route(ask(100, 10), &Wish::default(), now).unwrap();
+    let third = membership.route(&ask(100, 10), &Wish::default(), now).unwrap();
     let wait_ms = third.candidates[0].terms.wait_prefill_ms;
     assert!((wait_ms - 110.0).abs() < 1e-6, "{wait_ms}");
 }
@@ -55,17 +55,17 @@ fn who_waits_for_its_kv_is_less_in_the_way_of_a_local_prompt_until_it_begins() {
     let (membership, ..) = measured_pair(start);
     let auto = membership.clone().with_local_prefill(LocalPrefill::Auto);
     let harm_ms = |now| {
-        let told = auto.route(ask(100, 10), &Wish::default(), now).unwrap();
+        let told = auto.route(&ask(100, 10), &Wish::default(), now).unwrap();
         told.candidates.iter().find(|plan| plan.plan() == Plan::Local).unwrap().terms.harm_ms
     };
     assert_eq!(harm_ms(start), 0.0);
     // Computed on the prefill node for 110 ms, about as long as the local one: it waits for half of that in the mean.
-    let first = membership.route(ask(100, 10), &Wish::default(), start).unwrap();
+    let first = membership.route(&ask(100, 10), &Wish::default(), start).unwrap();
     let begins_later = harm_ms(start);
     first.computed(start);
     let runs = harm_ms(start);
     assert!((0.5..0.51).contains(&(begins_later / runs)), "{begins_later} beside {runs}");
-    let second = membership.route(ask(100, 10), &Wish::default(), start).unwrap();
+    let second = membership.route(&ask(100, 10), &Wish::default(), start).unwrap();
     assert!(harm_ms(start) < 2.0 * runs);
     drop(second);
     assert_eq!(harm_ms(start), runs, "given up");
@@ -82,7 +82,7 @@ fn a_decode_node_beside_a_prefill_node_learns_how_long_its_prompts_take() {
     let load = v1::Load { free_blocks: 64, step_cost: Some(cost), ..v1::Load::default() };
     for _ in 0..200 {
         [p, d].into_iter().for_each(|session| membership.report(session, &load, now));
-        let route = membership.route(ask(100, 10), &Wish::default(), now).unwrap();
+        let route = membership.route(&ask(100, 10), &Wish::default(), now).unwrap();
         assert_eq!(route.sessions(), (None, d));
         now += Duration::from_secs_f64(route.candidates[0].ttft_ms() * 1.3 / 1e3);
         route.computed(now);
@@ -106,13 +106,13 @@ fn a_first_token_is_predicted_without_a_booking() {
         assert!(off(wait, wait_ms) < 0.01 && off(prefill, prefill_ms) < 0.01, "{wait:?} {prefill:?}");
     };
     for _ in 0..2 {
-        near(membership.predict(ask(100, 10), start), 0.0, 110.0);
+        near(membership.predict(&ask(100, 10), start), 0.0, 110.0);
     }
     membership.report(prefill.session, &v1::Load { waiting: 1, ..measured(200) }, start);
-    near(membership.predict(ask(100, 10), at(start, 150)), 60.0, 110.0);
-    assert_eq!(membership.predict(ask(100, 2000), start), None, "nobody could take it");
+    near(membership.predict(&ask(100, 10), at(start, 150)), 60.0, 110.0);
+    assert_eq!(membership.predict(&ask(100, 2000), start), None, "nobody could take it");
     let unmeasured = self::membership();
     unmeasured.register(register("p", v1::Role::Prefill, 1), start).unwrap();
     unmeasured.register(register("d", v1::Role::Decode, 1), start).unwrap();
-    assert_eq!(unmeasured.predict(ask(100, 10), start), None);
+    assert_eq!(unmeasured.predict(&ask(100, 10), start), None);
 }

@@ -14,7 +14,7 @@ fn a_request_that_runs_goes_where_there_is_room() {
     report(full, 8);
     let again = |wish: &Wish, unsound, without_room| {
         let accepts = Accepts { unsound, without_room, node_queue: 0 };
-        membership.route_again(ask(16, 16), wish, accepts, now).map(|route| route.decode.session)
+        membership.route_again(&ask(16, 16), wish, accepts, now).map(|route| route.decode.session)
     };
     let (any, in_turn) = (Wish::default(), || route(&membership, 16, 16).unwrap().decode.session);
     assert!((0..4).any(|_| in_turn() == full), "the policy looks at no load");
@@ -40,7 +40,7 @@ fn the_room_of_a_decode_that_was_let_go_is_free() {
     let first = route(&membership, 16, 16).unwrap();
     let wish = Wish { keep: Some(prefill_of(&first)), ..Wish::default() };
     let again = || {
-        membership.route_again(ask(16, 16), &wish, Accepts { unsound: false, without_room: false, node_queue: 0 }, now)
+        membership.route_again(&ask(16, 16), &wish, Accepts { unsound: false, without_room: false, node_queue: 0 }, now)
     };
     assert_eq!(again().unwrap_err(), NotYet::NoRoom);
     first.decode_lost();

@@ -2,8 +2,7 @@
 use super::*;
 
 fn has_room(membership: &Membership, prompt_tokens: u32, max_tokens: u32, now: Instant) -> bool {
-    let size = Size { prompt_tokens, max_tokens, answer_tokens: membership.usual_answer(max_tokens) };
-    membership.has_room(size, &Ahead::default(), 0, now)
+    membership.has_room(&membership.demand(prompt_tokens, max_tokens), &Ahead::default(), 0, now)
 }
 
 fn avoiding(nodes: &[&Arc<Node>]) -> Wish {
@@ -19,11 +18,11 @@ fn nodes_that_nobody_is_sent_to_have_no_room() {
     let report = |node: &Node, free_blocks, now| {
         membership.report(node.session, &v1::Load { free_blocks, ..v1::Load::default() }, now);
     };
-    let full = membership.route(ask(500, 500), &avoiding(&[&other]), start).unwrap();
+    let full = membership.route(&ask(500, 500), &avoiding(&[&other]), start).unwrap();
     full.prefilled();
     assert!(has_room(&membership, 100, 400, start));
     for _ in 0..3 {
-        membership.route(ask(100, 10), &avoiding(&[&good]), start).unwrap().failed(Role::Decode, start);
+        membership.route(&ask(100, 10), &avoiding(&[&good]), start).unwrap().failed(Role::Decode, start);
     }
     assert!(!has_room(&membership, 100, 400, start), "its breaker is open, and the other one is full");
     let later = start + Duration::from_secs(2);
@@ -44,12 +43,12 @@ fn room_is_that_of_one_group() {
         membership.register(v1::Register { compatibility_digest, ..register(id, role, 1) }, now).unwrap()
     };
     let first = [of_kind("p5", v1::Role::Prefill, 5), of_kind("d5", v1::Role::Decode, 5)];
-    let full = membership.route(ask(1000, 1), &Wish::default(), now).unwrap();
+    let full = membership.route(&ask(1000, 1), &Wish::default(), now).unwrap();
     full.prefilled();
     assert!(!has_room(&membership, 300, 10, now), "decode is full");
     let second = [of_kind("p6", v1::Role::Prefill, 6), of_kind("d6", v1::Role::Decode, 6)];
     assert!(has_room(&membership, 300, 10, now));
-    let busy = membership.route(ask(600, 1), &avoiding(&[&first[0], &first[1]]), now).unwrap();
+    let busy = membership.route(&ask(600, 1), &avoiding(&[&first[0], &first[1]]), now).unwrap();
     assert_eq!(busy.sessions(), (Some(second[0].session), second[1].session));
     assert!(!has_room(&membership, 300, 10, now), "prefill is busy in one group, decode is full in the other");
     busy.prefilled();
@@ -62,12 +61,12 @@ fn decode_nodes_that_compute_prompts_have_room_when_they_have_few() {
     for local in [LocalPrefill::Always, LocalPrefill::Auto] {
         let membership = membership().with_local_prefill(local);
         membership.register(register("d", v1::Role::Decode, 1), now).unwrap();
-        let busy = membership.route(ask(600, 1), &Wish::default(), now).unwrap();
+        let busy = membership.route(&ask(600, 1), &Wish::default(), now).unwrap();
         assert!(!has_room(&membership, 10, 10, now), "600 tokens are before it");
         busy.computed(now);
         assert!(has_room(&membership, 10, 10, now), "its answer is no prompt");
         drop(busy);
-        let given_up = membership.route(ask(600, 1), &Wish::default(), now).unwrap();
+        let given_up = membership.route(&ask(600, 1), &Wish::default(), now).unwrap();
         drop(given_up);
         assert!(has_room(&membership, 10, 10, now));
     }
@@ -83,7 +82,7 @@ fn a_prompt_has_room_on_a_decode_node_if_it_would_go_there() {
         let cost = v1::StepCost { base_ms: 1.0, token_ms: 1.0, ..v1::StepCost::default() };
         let load = v1::Load { free_blocks: 64, step_cost: Some(cost), ..v1::Load::default() };
         [p, d].into_iter().for_each(|session| membership.report(session, &load, now));
-        let busy = membership.route(ask(600, 10), &Wish::default(), now).unwrap();
+        let busy = membership.route(&ask(600, 10), &Wish::default(), now).unwrap();
         assert_eq!(busy.sessions(), (Some(p), d));
         assert_eq!(has_room(&membership, 100, 10, now), finds, "the decode node does nothing yet");
         let running = v1::Load { running: 8, running_tokens: 800, ..load };

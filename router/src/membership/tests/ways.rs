@@ -79,7 +79,7 @@ fn a_way_that_failed_is_left_alone_for_a_time_and_speeds_are_of_ways() {
         membership.report(node.session, &v1::Load { free_blocks: 64, step_cost, ..v1::Load::default() }, start);
     }
     let way = |now| {
-        let route = membership.route(ask(96, 10), &Wish::default(), now).unwrap();
+        let route = membership.route(&ask(96, 10), &Wish::default(), now).unwrap();
         let way = route.way().unwrap().clone();
         (way.name.to_string(), way.instead_of.map(|name| name.to_string()), route)
     };
@@ -101,7 +101,7 @@ fn a_way_that_failed_is_left_alone_for_a_time_and_speeds_are_of_ways() {
 fn verified_hand_offs_teach_the_speed_of_a_way() {
     let start = Instant::now();
     let (membership, ..) = measured_pair(start);
-    let route = |now| membership.route(ask(96, 10), &Wish::default(), now).unwrap();
+    let route = |now| membership.route(&ask(96, 10), &Wish::default(), now).unwrap();
     let first = route(start);
     assert_eq!(first.candidates[0].terms.exposed_ms, 0.0, "nothing is known");
     let kv = v1::Verified { bytes: 6_000, blocks: 6, copying_ms: 600.0, ..v1::Verified::default() };
