@@ -278,12 +278,7 @@ impl Entry {
 }
 
 impl Slot {
-    /// The request is booked on its nodes: what they have room for says so from now on.
-    pub fn routed(&self) {
-        self.0.inner.routed(self.0.ticket);
-    }
-
-    /// For the time in which it has no nodes.
+    /// Until it has nodes.
     pub fn claim(&self) -> Claim {
         Claim { inner: Arc::clone(&self.0.inner), ticket: self.0.ticket }
     }
@@ -314,9 +309,10 @@ impl Claim {
         self.inner.lock().queue.displaced(self.ticket, demand);
     }
 
-    /// It has other nodes, or has given up its claim.
+    /// It is booked on its nodes, whose room shows it from now on; or it has given up its claim.
     pub fn routed(&self) {
-        self.inner.routed(self.ticket);
+        self.inner.lock().queue.routed(self.ticket);
+        self.inner.moved.notify_one();
     }
 }
 
@@ -398,11 +394,6 @@ impl Inner {
             }
             (turn, places.map_err(|refused| (refused, counts)))
         })
-    }
-
-    fn routed(&self, ticket: Ticket) {
-        self.lock().queue.routed(ticket);
-        self.moved.notify_one();
     }
 
     /// Lets start who may; whether somebody still waits.

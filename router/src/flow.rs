@@ -277,7 +277,7 @@ impl Run {
 
     /// Notes how the first attempt came about.
     fn chosen(&mut self, route: &Route, at: Instant) {
-        self.slot.iter().for_each(Slot::routed);
+        self.slot.iter().for_each(|slot| slot.claim().routed());
         self.record.chosen = Some(Chosen {
             nodes: Names::of(route),
             candidates: route.candidates.clone(),

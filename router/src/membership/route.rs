@@ -8,6 +8,7 @@ use tandem_telemetry::clock;
 use tokio::sync::Notify;
 
 use super::booking::BookingId;
+use super::entry::Entry;
 use super::table::Table;
 use super::{Node, lock};
 use crate::select::ways::{Apart, Fallback, PairWay};
@@ -48,7 +49,7 @@ impl Route {
 
     /// The node of `role` did its part.
     pub fn succeeded(&self, role: Role) {
-        lock(&self.table).succeeded(self.booking(role));
+        lock(&self.table).each([self.booking(role)], Entry::succeeded);
     }
 
     /// The node of `role` failed.
@@ -58,21 +59,22 @@ impl Route {
 
     /// The first token is here: the prompt is computed. Only the first call counts.
     pub fn computed(&self, now: Instant) {
-        lock(&self.table).computed(self.bookings(), now);
+        lock(&self.table).each(self.bookings(), |entry, number| entry.computed(number, now));
         self.freed.notify_one();
     }
 
     /// The prefill node has nothing more to compute for this request: it can take another one.
     pub fn prefilled(&self) {
-        if let Some(booking) = self.prefill_booking {
-            lock(&self.table).release(booking);
-            self.freed.notify_one();
-        }
+        self.release(self.prefill_booking);
     }
 
     /// Decode has let go of the request, which goes on with prefill alone: it can take another one.
     pub fn decode_lost(&self) {
-        lock(&self.table).release(self.decode_booking);
+        self.release(Some(self.decode_booking));
+    }
+
+    fn release(&self, booking: Option<BookingId>) {
+        lock(&self.table).each(booking, |entry, number| entry.bookings.release(number));
         self.freed.notify_one();
     }
 
@@ -127,7 +129,8 @@ impl Route {
 
 impl Drop for Route {
     fn drop(&mut self) {
-        lock(&self.table).end(self.bookings(), clock::now());
+        let now = clock::now();
+        lock(&self.table).each(self.bookings(), |entry, number| entry.end(number, now));
         self.freed.notify_one();
     }
 }

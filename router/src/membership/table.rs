@@ -168,16 +168,20 @@ impl Table {
     }
 
     fn of(&mut self, session: u64) -> Option<(&mut Entry, &mut NodeView)> {
-        let entry = self.entries.get_mut(&session)?;
-        let place = self.views.binary_search_by_key(&session, |view| view.session).ok()?;
-        Some((entry, &mut self.views[place]))
+        let place = self.place(session)?;
+        Some((self.entries.get_mut(&session)?, &mut self.views[place]))
+    }
+
+    /// Among the views.
+    fn place(&self, session: u64) -> Option<usize> {
+        self.views.binary_search_by_key(&session, |view| view.session).ok()
     }
 
     /// Takes the node out, and all that was only of use with it.
     fn take(&mut self, session: u64) -> Option<Entry> {
         let entry = self.entries.remove(&session)?;
         self.index.remove(session);
-        if let Ok(place) = self.views.binary_search_by_key(&session, |view| view.session) {
+        if let Some(place) = self.place(session) {
             let domains = self.views.remove(place).domains;
             let emptied = self.ways.leave(session, &domains);
             self.links.remove(session, &emptied);
@@ -359,10 +363,7 @@ impl Table {
 
     /// Whether the nodes of this plan have room for its request now.
     fn takes_at_once(&self, plan: &Candidate, wanted: &Wanted, now: Instant) -> bool {
-        let node = |session: u64| {
-            let place = self.views.binary_search_by_key(&session, |view| view.session).ok()?;
-            Some(self.entries.get(&session)?.occupied(&self.views[place], now))
-        };
+        let node = |session| Some(self.entries.get(&session)?.occupied(&self.views[self.place(session)?], now));
         let Some(decode) = node(plan.decode) else { return false };
         let computes = match plan.prefill {
             None => decode.computes(wanted),
@@ -408,8 +409,7 @@ impl Table {
     /// What each node holds of the prompt with these blocks.
     fn look_up(&mut self, hashes: &[SequenceHash]) {
         for (session, blocks) in self.index.matches(hashes) {
-            // In the order of their sessions.
-            if let Ok(place) = self.views.binary_search_by_key(&session, |view| view.session) {
+            if let Some(place) = self.place(session) {
                 self.views[place].cached_blocks_of_prompt = blocks;
             }
         }
@@ -435,16 +435,18 @@ impl Table {
         Ok((Arc::clone(&entry.node), BookingId { session, number }))
     }
 
-    /// The first token of the request with these bookings is here.
-    pub fn computed(&mut self, bookings: impl Iterator<Item = BookingId>, now: Instant) {
+    /// Lets `change` happen to the number of each of these bookings, in the row of its node, if that is still there.
+    pub fn each(&mut self, bookings: impl IntoIterator<Item = BookingId>, change: impl Fn(&mut Entry, u64)) {
         for BookingId { session, number } in bookings {
-            self.entries.get_mut(&session).into_iter().for_each(|entry| entry.computed(number, now));
+            if let Some(entry) = self.entries.get_mut(&session) {
+                change(entry, number);
+            }
         }
     }
 
     /// Decode has verified the KV that came from `pair` by the way of this domain.
     pub fn handed_off(&mut self, pair: (u64, u64), domain: u32, kv: &v1::Verified) {
-        if self.of(pair.1).is_some() {
+        if self.entries.contains_key(&pair.1) {
             self.links.observe(pair, domain, kv.bytes, kv.blocks, kv.copying_ms);
             self.ways.succeeded(pair, domain);
         }
@@ -452,21 +454,13 @@ impl Table {
 
     /// The KV of `pair` did not get there by the way of this domain.
     pub fn handoff_failed(&mut self, pair: (u64, u64), domain: u32, now: Instant) -> Option<Fallback> {
-        let view = |session: u64| {
-            let place = self.views.binary_search_by_key(&session, |view| view.session).ok()?;
-            self.views.get(place)
-        };
-        self.ways.failed(view(pair.0)?, view(pair.1)?, domain, now)
+        let (prefill, decode) = (self.place(pair.0)?, self.place(pair.1)?);
+        self.ways.failed(&self.views[prefill], &self.views[decode], domain, now)
     }
 
     /// From which way to which pairs went over.
     pub fn fallbacks(&self) -> Fallbacks {
         self.ways.fallbacks().clone()
-    }
-
-    /// The node did its part for this request.
-    pub fn succeeded(&mut self, BookingId { session, number }: BookingId) {
-        self.entries.get_mut(&session).into_iter().for_each(|entry| entry.succeeded(number));
     }
 
     /// The node failed this request.
@@ -478,18 +472,6 @@ impl Table {
                 "node failed requests in a row: it is ranked last for a time"
             );
             self.opened[entry.node.role as usize] += 1;
-        }
-    }
-
-    /// The node has done its work for this request, but for what its next report says.
-    pub fn release(&mut self, BookingId { session, number }: BookingId) {
-        self.entries.get_mut(&session).into_iter().for_each(|entry| entry.bookings.release(number));
-    }
-
-    /// The request with these bookings is over on their nodes.
-    pub fn end(&mut self, bookings: impl Iterator<Item = BookingId>, now: Instant) {
-        for BookingId { session, number } in bookings {
-            self.entries.get_mut(&session).into_iter().for_each(|entry| entry.end(number, now));
         }
     }
 
@@ -512,11 +494,7 @@ impl Table {
     /// Whether the choice would now be a decode node that has room for the prompt, too.
     fn would_go_local(&mut self, wanted: &Wanted, demand: &Demand, settings: &select::Settings, now: Instant) -> bool {
         let told = self.candidates(demand, &Wish::default(), settings, now).unwrap_or_default();
-        let Some(chosen) = told.first().filter(|chosen| chosen.plan() == Plan::Local) else { return false };
-        self.of(chosen.decode).is_some_and(|(entry, view)| {
-            let node = entry.occupied(view, now);
-            node.decodes(wanted) && node.computes(wanted)
-        })
+        told.first().is_some_and(|chosen| chosen.plan() == Plan::Local && self.takes_at_once(chosen, wanted, now))
     }
 
     /// All that could take the request, the choice first.
