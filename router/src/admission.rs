@@ -278,7 +278,7 @@ impl Entry {
 }
 
 impl Slot {
-    /// Until it has nodes.
+    /// For the time in which it has no nodes.
     pub fn claim(&self) -> Claim {
         Claim { inner: Arc::clone(&self.0.inner), ticket: self.0.ticket }
     }
@@ -376,16 +376,14 @@ impl Inner {
     /// A place for each, or why there is none.
     fn enter_all(self: &Arc<Self>, asks: Vec<Ask>, now: Instant) -> Result<Vec<Placed>, (Refused, Counts)> {
         self.change(|state, room| {
-            let (entered, mut turn) = state.queue.enter_all(asks, now, room);
-            let mut place = |ticket: Ticket| {
-                let at_once = turn.start.iter().position(|started| *started == ticket);
-                let Some(index) = at_once else {
-                    let (sender, receiver) = oneshot::channel();
-                    state.wake.insert(ticket, sender);
-                    return (ticket, Some(receiver));
-                };
-                turn.start.remove(index);
-                (ticket, None)
+            let (entered, turn) = state.queue.enter_all(asks, now, room);
+            let mut place = |ticket| {
+                if turn.start.contains(&ticket) {
+                    return (ticket, None);
+                }
+                let (sender, receiver) = oneshot::channel();
+                state.wake.insert(ticket, sender);
+                (ticket, Some(receiver))
             };
             let places = entered.map(|tickets| tickets.into_iter().map(&mut place).collect());
             let counts = state.counts();

@@ -306,22 +306,6 @@ mod tests {
     }
 
     #[test]
-    fn a_report_replaces_the_oldest_bookings() {
-        let now = Instant::now();
-        let mut bookings = Bookings::new(now);
-        let work = |tokens| Work { requests: 1, tokens, ..Work::default() };
-        let [first, second, third] = [1, 10, 100].map(|tokens| bookings.book(work(tokens), Stage::Running, false, now));
-        bookings.reported(Some(2), 0.0, now);
-        assert_eq!((bookings.routed, bookings.held.tokens), (work(100), 111));
-        bookings.end(second, now);
-        assert_eq!((bookings.routed, bookings.held.tokens), (work(100), 101));
-        bookings.reported(None, 0.0, now);
-        assert_eq!((bookings.routed, bookings.held.tokens), (Work::default(), 101));
-        [first, third].into_iter().for_each(|number| _ = bookings.end(number, now));
-        assert_eq!((bookings.routed, bookings.held), Default::default());
-    }
-
-    #[test]
     fn a_prompt_is_timed_once_though_its_hand_off_was_seen_before_its_token() {
         let now = Instant::now();
         let mut bookings = Bookings::new(now);
