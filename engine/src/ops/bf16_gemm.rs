@@ -24,8 +24,9 @@ use std::ops::Range;
 use self::formats::{Bf16, F16, F32, Format, PAIRS, Q4_1, Q4K, Q5_1, Q5K, Q6K, Q8_0};
 use super::Shared;
 use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
+use super::prefetch::{CacheLevel, prefetch};
 use super::product::{AHEAD, ChunkId, Output, Target, for_each_task};
-use super::simd::{CacheLevel, LANES, bf16, bits, prefetch, rounded_pairs};
+use super::simd::{LANES, bf16, bits, rounded_pairs};
 
 /// Rows that a task works on at a time: their `x` of a slice stays in the L2 cache.
 const ROW_CHUNK: usize = 96;

@@ -9,8 +9,9 @@ use std::cell::RefCell;
 use super::Shared;
 use super::blocks::{fifth_shift, nibble_shift, upper_shift};
 use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
+use super::prefetch::CacheLevel;
 use super::product::{AHEAD, Output, Target, for_each_task};
-use super::simd::{CacheLevel, Isa, LANES, Lanes, isa_dispatch};
+use super::simd::{Isa, LANES, Lanes, isa_dispatch};
 use super::weight_format::{Block, NIBBLES_BYTES};
 
 /// Rows that a task works on at a time, so that they stay in the core's L2 cache.

@@ -41,6 +41,7 @@ pub mod matmul;
 pub mod packed;
 pub mod peak;
 pub mod pool;
+mod prefetch;
 mod product;
 pub mod rows;
 pub mod simd;

@@ -3,7 +3,8 @@
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
-use super::simd::{CacheLevel, Isa, LANES, Lanes, isa_dispatch, prefetch};
+use super::prefetch::{CacheLevel, prefetch};
+use super::simd::{Isa, LANES, Lanes, isa_dispatch};
 use super::weight_memory::WeightMemory;
 
 /// Sums that do not wait for one another: enough for the latency, and few enough for the registers of AVX2.

@@ -25,8 +25,8 @@ use self::amx::{ROW_BYTES, Shapes, TILE_ROWS, Tile, Tiles, WHOLE};
 pub(super) use self::trial::fault;
 use super::bf16_k32::{ToTiles, from_sums, pairs_of, to_tiles, x_lift};
 use super::packed::{BLOCK, PackedMatrix, WeightFormat};
+use super::prefetch::CacheLevel;
 use super::product::{AHEAD, Output, Target, for_each_task};
-use super::simd::CacheLevel;
 use super::weight_format::Block;
 use super::{Shared, pool};
 

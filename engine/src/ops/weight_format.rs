@@ -49,7 +49,8 @@
 //! Q4_1 and Q5_1.
 use tandem_gguf::TensorType;
 
-use super::simd::{CacheLevel, Isa, LANES, prefetch};
+use super::prefetch::{CacheLevel, prefetch};
+use super::simd::{Isa, LANES};
 
 /// Output columns of a panel.
 pub(super) const PANEL: usize = 2 * LANES;

@@ -6,7 +6,8 @@ use super::running::Running;
 use super::{Part, Tile};
 use crate::numerics::KvDtype;
 use crate::ops::kv::SUB_BLOCK_TOKENS;
-use crate::ops::simd::{CacheLevel, Isa, LANES, Lanes, isa_dispatch, prefetch};
+use crate::ops::prefetch::{CacheLevel, prefetch};
+use crate::ops::simd::{Isa, LANES, Lanes, isa_dispatch};
 
 /// Query rows of a task: they share one unpacking of each sub-block of K and V.
 pub(super) const TILE_ROWS: usize = 16;

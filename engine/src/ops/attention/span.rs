@@ -14,7 +14,8 @@ use super::running::Running;
 use super::{Part, Tile};
 use crate::numerics::KvDtype;
 use crate::ops::kv::SUB_BLOCK_TOKENS;
-use crate::ops::simd::{CacheLevel, LANES, prefetch};
+use crate::ops::prefetch::{CacheLevel, prefetch};
+use crate::ops::simd::LANES;
 
 /// Query rows of a task.
 pub(super) const TILE_ROWS: usize = 32;
