@@ -1,6 +1,6 @@
 //! What of a hand-off has landed and is not verified yet: noted by the backend's threads, taken by the receiving end.
-//! Hashing follows the copy that way, and only the last pieces are left when the seal comes; none are where the copy
-//! itself has hashed them.
+//! Hashing follows the copy that way, and only the last pieces are left when the seal comes. Where the copy itself has
+//! hashed them, their leaves are noted the same way.
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::{Notify, oneshot};
@@ -11,6 +11,9 @@ use crate::wire::DataHeader;
 
 /// Less than this is not worth a wake-up: hashing it takes some 100 µs, which is what may be left at the seal.
 const BATCH_BYTES: u64 = 1 << 20;
+/// The same for pieces that are hashed already: noting their leaves takes some 4 µs for each MiB. All of a prompt of
+/// 8,000 tokens took 0.7 ms at the seal, where the client waits.
+const HASHED_BATCH_BYTES: u64 = 8 << 20;
 
 /// How a registry tells the receiving end.
 pub(crate) struct Arrival {
@@ -46,6 +49,8 @@ pub(crate) struct Landing {
 #[derive(Default)]
 struct Noted {
     batch: Batch,
+    /// Bytes of the batch that are hashed already.
+    hashed: u64,
     /// Of all pieces, those that were taken included.
     ranges: u32,
 }
@@ -54,10 +59,10 @@ impl Landing {
     /// A range of `bytes` is in the arena.
     pub(crate) fn note(&self, piece: Piece, bytes: u64) {
         let mut noted = self.lock();
-        noted.batch.bytes += if piece.leaves.is_empty() { bytes } else { 0 };
+        *if piece.leaves.is_empty() { &mut noted.batch.bytes } else { &mut noted.hashed } += bytes;
         noted.batch.pieces.push(piece);
         noted.ranges += 1;
-        if noted.batch.bytes >= BATCH_BYTES {
+        if noted.batch.bytes >= BATCH_BYTES || noted.hashed >= HASHED_BATCH_BYTES {
             self.enough.notify_one();
         }
     }
@@ -69,7 +74,9 @@ impl Landing {
 
     /// What has landed since the last call.
     pub(crate) fn take(&self) -> Batch {
-        std::mem::take(&mut self.lock().batch)
+        let mut noted = self.lock();
+        noted.hashed = 0;
+        std::mem::take(&mut noted.batch)
     }
 
     /// How many have landed so far.
@@ -97,7 +104,7 @@ mod tests {
         let note = |leaves, bytes| landing.note(Piece { range, leaves }, bytes);
         note(vec![], BATCH_BYTES - 8);
         note(vec![1, 2], BATCH_BYTES);
-        assert!(landing.enough().now_or_never().is_none(), "hashed is done");
+        assert!(landing.enough().now_or_never().is_none(), "hashed is nearly done");
         note(vec![], 8);
         assert!(landing.enough().now_or_never().is_some());
         let batch = landing.take();
@@ -106,5 +113,8 @@ mod tests {
         assert!(landing.enough().now_or_never().is_none(), "counted anew");
         assert_eq!(landing.take().pieces.len(), 1);
         assert_eq!(landing.ranges(), 4, "of all time");
+        (0..8).for_each(|_| note(vec![1, 2], BATCH_BYTES));
+        assert!(landing.enough().now_or_never().is_some(), "much that is hashed wakes, too");
+        assert_eq!((landing.take().bytes, landing.take().pieces.len()), (0, 0));
     }
 }

@@ -25,8 +25,8 @@ pub struct Manifest {
 /// What of a block is hashed.
 enum Sum {
     Nothing,
-    /// These of its leaves.
-    Part(Vec<Option<u64>>),
+    /// These of its leaves, and how many of its units are left.
+    Part(Vec<Option<u64>>, u8),
     Whole(u64),
 }
 
@@ -97,9 +97,7 @@ impl Manifest {
             return;
         }
         for ((index, unit), leaves) in pieces.zip(leaves.chunks(self.leaves_of_unit())) {
-            if !self.is_hashed(index, unit) {
-                self.note(index, unit, leaves);
-            }
+            self.note(index, unit, leaves);
         }
     }
 
@@ -123,7 +121,7 @@ impl Manifest {
     fn is_hashed(&self, index: u32, unit: u8) -> bool {
         match &self.sums[index as usize] {
             Sum::Nothing => false,
-            Sum::Part(leaves) => leaves[usize::from(unit) * self.leaves_of_unit()].is_some(),
+            Sum::Part(leaves, _) => leaves[usize::from(unit) * self.leaves_of_unit()].is_some(),
             Sum::Whole(_) => true,
         }
     }
@@ -139,7 +137,11 @@ impl Manifest {
         }
     }
 
+    /// A unit's leaves, the first time.
     fn note(&mut self, index: u32, unit: u8, hashed: &[u64]) {
+        if self.is_hashed(index, unit) {
+            return;
+        }
         let (per_unit, block_bytes) = (self.leaves_of_unit(), self.arena.block_bytes());
         let sum = &mut self.sums[index as usize];
         if self.units == 1 {
@@ -147,12 +149,13 @@ impl Manifest {
             return;
         }
         if let Sum::Nothing = sum {
-            *sum = Sum::Part(vec![None; per_unit * usize::from(self.units)]);
+            *sum = Sum::Part(vec![None; per_unit * usize::from(self.units)], self.units);
         }
-        let Sum::Part(leaves) = sum else { return };
+        let Sum::Part(leaves, left) = sum else { return };
         let of_unit = &mut leaves[usize::from(unit) * per_unit..][..per_unit];
         of_unit.iter_mut().zip(hashed).for_each(|(leaf, hashed)| *leaf = Some(*hashed));
-        if leaves.iter().all(Option::is_some) {
+        *left -= 1;
+        if *left == 0 {
             let leaves: Vec<u64> = leaves.iter().flatten().copied().collect();
             *sum = Sum::Whole(checksum_of_leaves(&leaves, block_bytes));
         }
