@@ -18,10 +18,12 @@ pub(super) fn prefetch(to: CacheLevel, from: *const u8, bytes: usize) {
     for line in (0..bytes).step_by(64) {
         use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
         let line = from.wrapping_add(line).cast();
-        // SAFETY: a hint, which touches nothing.
-        match to {
-            CacheLevel::First => unsafe { _mm_prefetch::<_MM_HINT_T0>(line) },
-            CacheLevel::Second => unsafe { _mm_prefetch::<_MM_HINT_T1>(line) },
+        // SAFETY: hints, which touch nothing.
+        unsafe {
+            match to {
+                CacheLevel::First => _mm_prefetch::<_MM_HINT_T0>(line),
+                CacheLevel::Second => _mm_prefetch::<_MM_HINT_T1>(line),
+            }
         }
     }
     #[cfg(not(target_arch = "x86_64"))]

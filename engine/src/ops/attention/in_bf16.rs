@@ -52,23 +52,23 @@ pub(super) unsafe fn take(operands: &mut Operands, tile: &Tile<'_>, keys: Range<
     unsafe {
         operands.round_queries(tile);
         for first_key in (keys.start / SPAN_TOKENS * SPAN_TOKENS..keys.end).step_by(SPAN_TOKENS) {
-            let span = operands.span(tile, first_key, Unwritten::NextToWritten);
-            let mut ahead = Ahead::of(tile, first_key + SPAN_TOKENS);
+            let mut span = operands.span(tile, first_key, Unwritten::NextToWritten);
+            span.ahead = Ahead::of(tile, first_key + SPAN_TOKENS);
             let Range { start: mut pair, end } = tile.pairs_seeing(first_key..first_key + SPAN_TOKENS);
             while pair < end {
-                // The first pairs of the span ask for the next one.
-                let (ahead, queries) = (ahead.take(), &operands.queries[..]);
                 pair += match end - pair {
-                    PAIRS.. => take_span::<PAIRS>(tile, &span, pair, running, queries, ahead),
-                    3.. => take_span::<3>(tile, &span, pair, running, queries, ahead),
-                    _ => take_span::<1>(tile, &span, pair, running, queries, ahead),
+                    PAIRS.. => take_span::<PAIRS>(tile, &span, pair, running, &operands.queries),
+                    3.. => take_span::<3>(tile, &span, pair, running, &operands.queries),
+                    _ => take_span::<1>(tile, &span, pair, running, &operands.queries),
                 };
+                // The first pairs have asked for it.
+                span.ahead = None;
             }
         }
     }
 }
 
-/// Takes a span into the running softmax of `P` pairs, and asks for the one `ahead`; returns `P`.
+/// Takes a span into the running softmax of `P` pairs, and asks for what is ahead of it; returns `P`.
 ///
 /// # Safety
 /// The pairs from `first` on are the tile's, and each sees a key of the span; `running` is valid for them, the queries
@@ -80,13 +80,12 @@ unsafe fn take_span<const P: usize>(
     first: usize,
     running: Running,
     queries: &[u32],
-    ahead: Option<Ahead>,
 ) -> usize {
     // SAFETY: `running` has for each of the pairs a greatest score, 16 weights and head_dim sums, and `first + p` is
     // one of them. Each pair's weights are 32 words, written as two vectors of 16. `d` ends where the head does, in
     // steps of 16, and `weigh` takes 64 dimensions only where 64 are left.
     unsafe {
-        let scores = score::<P>(tile, span, first, queries, ahead.as_ref());
+        let scores = score::<P>(tile, span, first, queries);
         let mut weights = [[0u32; SPAN_TOKENS / 2]; P];
         let mut shrink = [_mm512_setzero_ps(); P];
         let mut most = 0;
@@ -105,8 +104,8 @@ unsafe fn take_span<const P: usize>(
         while d < tile.head_dim {
             d += LANES
                 * match (tile.head_dim - d) / LANES {
-                    4.. => weigh::<P, 4>(tile, span, &weights, shrink, most, d, sums.add(d), ahead.as_ref()),
-                    _ => weigh::<P, 1>(tile, span, &weights, shrink, most, d, sums.add(d), ahead.as_ref()),
+                    4.. => weigh::<P, 4>(tile, span, &weights, shrink, most, d, sums.add(d)),
+                    _ => weigh::<P, 1>(tile, span, &weights, shrink, most, d, sums.add(d)),
                 };
         }
     }
@@ -118,13 +117,7 @@ unsafe fn take_span<const P: usize>(
 /// # Safety
 /// `queries` has the `P` pairs from `first` on; the span's keys are whole sub-blocks; features as for [`take`].
 #[inline(always)]
-unsafe fn score<const P: usize>(
-    tile: &Tile<'_>,
-    span: &Span,
-    first: usize,
-    queries: &[u32],
-    ahead: Option<&Ahead>,
-) -> [[__m512; SPAN]; P] {
+unsafe fn score<const P: usize>(tile: &Tile<'_>, span: &Span, first: usize, queries: &[u32]) -> [[__m512; SPAN]; P] {
     let twos = tile.head_dim / 2;
     // SAFETY: a sub-block of K is head_dim / 2 vectors of 64 bytes, each two dimensions of 16 keys, and `two` is below
     // that. A pair's query is as many words, and `p` is below the pairs that the caller says are there.
@@ -132,7 +125,7 @@ unsafe fn score<const P: usize>(
         let queries = queries.as_ptr().add(first * twos);
         let mut sums = [[_mm512_setzero_ps(); SPAN]; P];
         for two in 0..twos {
-            if let Some(ahead) = ahead {
+            if let Some(ahead) = &span.ahead {
                 ahead.prefetch_keys(two);
             }
             let mut keys = [as_bf16(_mm512_setzero_si512()); SPAN];
@@ -168,7 +161,6 @@ unsafe fn weigh<const P: usize, const W: usize>(
     most: usize,
     d: usize,
     sums: *mut f32,
-    ahead: Option<&Ahead>,
 ) -> usize {
     const TWOS: usize = SUB_BLOCK_TOKENS / 2;
     // SAFETY: a sub-block of V is 8 rows of head_dim words, a row for two tokens, a word for a dimension of both. `two`
@@ -183,7 +175,7 @@ unsafe fn weigh<const P: usize, const W: usize>(
         }
         for two in 0..most.div_ceil(2) {
             let (sub_block, at) = (two / TWOS, two % TWOS * tile.head_dim + d);
-            if let Some(ahead) = ahead {
+            if let Some(ahead) = &span.ahead {
                 ahead.prefetch_values(sub_block, at / LANES, W);
             }
             let row = span.values[sub_block].cast::<u32>().add(at);

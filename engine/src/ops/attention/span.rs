@@ -51,6 +51,8 @@ pub(super) struct Span {
     pub seen: usize,
     pub keys: [*const u8; SPAN],
     pub values: [*const u8; SPAN],
+    /// What a kernel asks for meanwhile.
+    pub ahead: Option<Ahead>,
 }
 
 impl Operands {
@@ -133,6 +135,7 @@ unsafe fn span_at(tile: &Tile<'_>, first_key: usize, copies: &mut [u32], unwritt
             let copied = unpacked || cleaned && i + 1 >= seen;
             if copied { copy(values, i) } else { at(i, Part::V) }
         }),
+        ahead: None,
     }
 }
 
@@ -170,15 +173,15 @@ impl Ahead {
     #[inline(always)]
     pub fn prefetch_keys(&self, vector: usize) {
         for keys in self.keys {
-            prefetch(CacheLevel::Second, keys.wrapping_add(vector * 64 >> self.halved), 1);
+            prefetch(CacheLevel::Second, keys.wrapping_add((vector * 64) >> self.halved), 1);
         }
     }
 
     /// The same for `count` vectors from `vector` on of the values of one sub-block.
     #[inline(always)]
     pub fn prefetch_values(&self, sub_block: usize, vector: usize, count: usize) {
-        let from = self.values[sub_block].wrapping_add(vector * 64 >> self.halved);
-        prefetch(CacheLevel::Second, from, count * 64 >> self.halved);
+        let from = self.values[sub_block].wrapping_add((vector * 64) >> self.halved);
+        prefetch(CacheLevel::Second, from, (count * 64) >> self.halved);
     }
 
     /// Asks for all of it at once.
