@@ -8,8 +8,8 @@
 //!   [`refusal`]: why it may not start.
 //!
 //! A request starts when a slot is free *and* the nodes have room for it ([`Capacity`]), so that what cannot run yet
-//! waits here, where it is in order and can be refused, and not on a node. While somebody waits, one task looks whose
-//! turn it is ([`look_for_room`]); all others only notify it. Refusals are made at the entry, before any work was
+//! waits here, where it is in order and can be refused, and not on a node. While requests wait, one task starts them as
+//! room comes ([`look_for_room`]); all others only notify it. Refusals are made at the entry, before any work was
 //! spent.
 //!
 //! Nothing here outlives its request: dropping an [`Entry`] or a [`Slot`] gives the place back, whatever state it is
@@ -336,8 +336,8 @@ impl Drop for Place {
     }
 }
 
-/// Looks whose turn it is until nobody waits: at once when a slot is free, soon when the nodes have other room, and
-/// every [`LOOK`].
+/// Starts requests as the nodes have room for them, until the queue is empty. Tries again at once when a slot becomes
+/// free, soon after a notification from the nodes, and every [`LOOK`] in any case.
 async fn look_for_room(inner: Arc<Inner>) {
     loop {
         let began = clock::now();

@@ -226,10 +226,10 @@ async fn who_waits_starts_when_there_is_room_and_nobody_looks_on_behalf_of_other
     let looks = nodes.looks();
     drop(other);
     nodes.free();
-    assert_eq!(nodes.looks(), looks, "a drop and a report only tell of it");
+    assert_eq!(nodes.looks(), looks, "a drop and a report only notify");
     let start = tokio::time::Instant::now();
     waiting.admitted().await.unwrap();
     assert!(start.elapsed() <= BETWEEN, "{:?}", start.elapsed());
     tokio::time::sleep(LOOK * 5).await;
-    assert_eq!(nodes.looks(), looks + 1, "nobody waits, nobody looks");
+    assert_eq!(nodes.looks(), looks + 1, "the task ends with the queue empty");
 }
