@@ -5,8 +5,11 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use rustix::process::setpriority_process;
 use tandem_proto::{Error, ErrorKind, MAX_MESSAGE_BYTES};
+use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, sleep_until, timeout};
 
 /// The bytes of large bodies that are in memory at the same time: two of the largest. What is made of one, while a
@@ -33,6 +36,14 @@ const SLOWEST_BYTES_PER_SECOND: u32 = 500_000;
 const MAX_WAITING: usize = 256;
 /// For room in the budget, or for a worker.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// Threads for large texts are this much nicer than the others (`man 2 setpriority`): beside one that is always busy they
+/// have a thirtieth of a core.
+const NICE: i32 = 15;
+/// Threads for large work. Room and workers bound how many of them have any.
+const MAX_BEHIND: usize = 64;
+/// Threads for texts that have nothing to do end after this, and what they kept of freed memory goes back to the
+/// system.
+pub const IDLE_THREADS: Duration = Duration::from_secs(2);
 /// The budget is counted in these.
 const UNIT_BYTES: usize = 1 << 10;
 
@@ -50,6 +61,7 @@ struct Inner {
     /// Threads for texts of each class.
     small: Pool,
     large: Pool,
+    behind: Behind,
     /// When the bytes of large bodies that were read so far would have been parsed.
     parsed: Mutex<Instant>,
     refused: AtomicU64,
@@ -94,9 +106,10 @@ impl Intake {
         let room = |bytes: usize| Pool::new(bytes / UNIT_BYTES);
         let (medium_bytes, large_bytes) = (room(MEDIUM_BUDGET_BYTES), room(BUDGET_BYTES));
         // The reactor and the small texts keep half of the machine.
-        let (small, large) = (Pool::new(cores.max(1)), Pool::new((cores / 2).clamp(1, 4)));
+        let workers = (cores / 2).clamp(1, 4);
+        let (small, large, behind) = (Pool::new(cores.max(1)), Pool::new(workers), Behind::new());
         let (parsed, refused) = (Mutex::new(Instant::now()), AtomicU64::default());
-        Self { inner: Arc::new(Inner { medium_bytes, large_bytes, small, large, parsed, refused }) }
+        Self { inner: Arc::new(Inner { medium_bytes, large_bytes, small, large, behind, parsed, refused }) }
     }
 
     /// Room for a body of so many bytes, before more than [`FREE_BYTES`] of it are read.
@@ -157,12 +170,19 @@ impl Intake {
         let worker =
             workers.take(1).await.ok_or_else(|| self.refuse("too many texts are tokenized at once: try later"))?;
         // The permit goes with the work: a client that leaves does not free a thread that still computes.
-        let done = tokio::task::spawn_blocking(move || {
+        let work = move || {
             let result = work();
             drop(worker);
             result
-        });
+        };
+        let done = if bytes < LARGE_BYTES { spawn_blocking(work) } else { self.behind(work) };
         done.await.map_err(|_| Error::new(ErrorKind::Internal, "the tokenizer failed on this text"))?
+    }
+
+    /// Does large work on a thread of its own that waits for all others. What may wait in it is up to the caller: there
+    /// are [`MAX_BEHIND`] such threads.
+    pub fn behind<T: Send + 'static>(&self, work: impl FnOnce() -> T + Send + 'static) -> JoinHandle<T> {
+        self.inner.behind.spawn_blocking(work)
     }
 
     /// Now.
@@ -179,6 +199,41 @@ impl Intake {
     fn refuse(&self, why: &str) -> Error {
         self.inner.refused.fetch_add(1, Ordering::Relaxed);
         Error::new(ErrorKind::Overloaded, why)
+    }
+}
+
+/// Threads whose work waits for all others': where the system has no core to spare, a text of megabytes holds up nobody.
+/// They have a pool of their own, as a thread's priority can only be lowered.
+#[derive(Debug)]
+struct Behind(Option<Runtime>);
+
+impl Behind {
+    fn new() -> Self {
+        let mut pool = Builder::new_current_thread();
+        let pool = pool.max_blocking_threads(MAX_BEHIND).thread_keep_alive(IDLE_THREADS).on_thread_start(|| {
+            // On Linux it is the calling thread's alone.
+            if let Err(error) = setpriority_process(None, NICE) {
+                tracing::warn!(%error, "large texts are worked on at the priority of all else");
+            }
+        });
+        // Without it the work is done where small texts are.
+        Self(pool.build().ok())
+    }
+
+    fn spawn_blocking<T: Send + 'static>(&self, work: impl FnOnce() -> T + Send + 'static) -> JoinHandle<T> {
+        match &self.0 {
+            Some(pool) => pool.spawn_blocking(work),
+            None => spawn_blocking(work),
+        }
+    }
+}
+
+impl Drop for Behind {
+    /// Nobody waits for the threads: the last handle may go where waiting is not allowed.
+    fn drop(&mut self) {
+        if let Some(pool) = self.0.take() {
+            pool.shutdown_background();
+        }
     }
 }
 

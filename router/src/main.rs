@@ -18,6 +18,7 @@ use tandem_ports::{
 use tandem_router::admission::keys::Keys;
 use tandem_router::api::{Service, Telling};
 use tandem_router::config::{ClientPort, Config};
+use tandem_router::intake::IDLE_THREADS;
 use tandem_router::membership::{Expected, Membership};
 use tandem_router::metrics::OPEN_METRICS;
 use tandem_router::page::Page;
@@ -42,10 +43,6 @@ const LAST_BYTES: Duration = Duration::from_secs(1);
 
 /// Ports that `--next-free-port` tries.
 const PORTS_TRIED: u16 = 100;
-
-/// Threads for texts that have nothing to do end after this, and what they kept of freed memory goes back to the
-/// system.
-const IDLE_THREADS: Duration = Duration::from_secs(2);
 
 /// A request takes and gives back hundreds of pieces of memory, most of them small.
 #[global_allocator]

@@ -1,7 +1,7 @@
 //! The polite client: one request after the other, each with the tokens that it must have. It has a thread of its own,
 //! so that no attacker of this process is in its way.
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
@@ -20,6 +20,15 @@ const NEW_TOKENS: u32 = 8;
 pub struct Polite {
     questions: Vec<(String, Vec<u32>)>,
     cores: Cores,
+}
+
+/// What the client and those beside it tell each other.
+#[derive(Debug, Default)]
+pub struct Watch {
+    /// The client may end.
+    pub over: AtomicBool,
+    /// It has had so many answers.
+    pub answers: AtomicUsize,
 }
 
 /// Milliseconds.
@@ -51,23 +60,23 @@ impl Polite {
         Ok(Self { questions, cores })
     }
 
-    /// Asks the router at this URL until it is `over`, and so often at least.
+    /// Asks the router at this URL until it is over, and so often at least.
     ///
     /// # Errors
     /// An answer is not the right one, or does not come.
-    pub async fn ask(self: &Arc<Self>, url: String, least: usize, over: &Arc<AtomicBool>) -> anyhow::Result<Latency> {
-        let (polite, over, (tell, asked)) = (Arc::clone(self), Arc::clone(over), oneshot::channel());
+    pub async fn ask(self: &Arc<Self>, url: String, least: usize, watch: &Arc<Watch>) -> anyhow::Result<Latency> {
+        let (polite, watch, (tell, asked)) = (Arc::clone(self), Arc::clone(watch), oneshot::channel());
         std::thread::spawn(move || {
             let asking = polite.cores.for_cluster().and_then(|()| {
                 let runtime = Builder::new_current_thread().enable_all().build()?;
-                runtime.block_on(polite.ask_here(&url, least.max(1), &over))
+                runtime.block_on(polite.ask_here(&url, least.max(1), &watch))
             });
             let _ = tell.send(asking);
         });
         asked.await.context("the polite client panicked")?
     }
 
-    async fn ask_here(&self, url: &str, least: usize, over: &AtomicBool) -> anyhow::Result<Latency> {
+    async fn ask_here(&self, url: &str, least: usize, watch: &Watch) -> anyhow::Result<Latency> {
         let client = reqwest::Client::builder().timeout(PATIENCE).build()?;
         let url = format!("{url}/v1/completions");
         let mut times = Vec::new();
@@ -81,7 +90,8 @@ impl Polite {
             let answer: Value = serde_json::from_str(&answer)?;
             let tokens: Vec<u32> = serde_json::from_value(answer["choices"][0]["token_ids"].clone())?;
             ensure!(tokens == *expected, "the polite client got {tokens:?}, not {expected:?}");
-            if over.load(Ordering::Relaxed) && times.len() >= least {
+            watch.answers.store(times.len(), Ordering::Relaxed);
+            if watch.over.load(Ordering::Relaxed) && times.len() >= least {
                 break;
             }
         }

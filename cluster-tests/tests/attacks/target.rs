@@ -23,6 +23,9 @@ pub const VICTIM: &str = "sk-victim-8a7b6c5d4e3f2a1b0c9d";
 /// 600 requests a minute, and none before the others'.
 pub const FLOODER: &str = "sk-flooder-1122334455667788";
 const TOKEN: &str = "the-secret-of-the-attacked-cluster";
+/// What a step of the nodes takes, as that of a small model does: beside nodes that take no time at all, a request's
+/// latency is the kernel's choice of who computes next.
+const STEP: &str = "--simulated-step-us 1000";
 /// Every request of any client is answered, or refused, by then.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -75,7 +78,7 @@ impl Target {
             transport: "tcp",
             simulated: true,
             router_args: words(&format!("--api-keys {keys} --join-token-file {token} {doors} {limits}")),
-            node_args: words(&format!("--threads 1 --kv-blocks 1024 --join-token-file {token}")),
+            node_args: words(&format!("--threads 1 --kv-blocks 1024 {STEP} --join-token-file {token}")),
             prefill_args: words(&format!("--kv-listen {}", kv[0])),
             decode_args: words(&format!("--kv-listen {}", kv[1])),
             ..Options::default()

@@ -3,7 +3,7 @@
 //! Where a request was answered before its body was read, closing drains that body for a bounded time (a lingering
 //! close).
 use std::io;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -19,6 +19,9 @@ use crate::stream::Stream;
 /// What every HTTP/2 connection begins with (RFC 9113, 3.4).
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
+/// What a connection reads before the others have their turn.
+const TURN_BYTES: usize = 32 << 10;
+
 /// How long a close drains a body that no handler read. Closing a socket with unread bytes resets the connection, and a
 /// reset discards an answer that the client has not read yet.
 const LINGER: Duration = Duration::from_secs(10);
@@ -31,6 +34,7 @@ pub(crate) struct Connection {
     greeting: Option<Greeting>,
     gathering: Option<Gathering>,
     lingers: Lingers,
+    turn: Turn,
     place: Place,
 }
 
@@ -57,6 +61,27 @@ struct Greeting {
     late: Pin<Box<Sleep>>,
 }
 
+/// Bytes that came one after the other, with no wait between them. A client that says more than is read, such as pings
+/// without end, would keep a thread of the reactor for tens of milliseconds.
+#[derive(Default)]
+struct Turn(usize);
+
+impl Turn {
+    /// Ready while the connection may go on; else all others have their turn first, and it is woken after them.
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        if self.0 < TURN_BYTES {
+            return Poll::Ready(());
+        }
+        self.0 = 0;
+        // Unlike a plain wake, it also waits until the reactor has looked for what came over other sockets.
+        pin!(tokio::task::yield_now()).poll(cx)
+    }
+
+    fn read(&mut self, bytes: Option<usize>) {
+        self.0 = bytes.map_or(0, |bytes| self.0 + bytes);
+    }
+}
+
 impl Greeting {
     fn within(silence: Duration) -> Self {
         Self { met: 0, late: Box::pin(sleep(silence)) }
@@ -73,7 +98,16 @@ impl Greeting {
 
 impl Connection {
     pub(crate) fn new(stream: Stream, peer: TcpConnectInfo, place: Place) -> Self {
-        Self { stream, peer, caller: None, greeting: None, gathering: None, lingers: Lingers::Never, place }
+        Self {
+            stream,
+            peer,
+            caller: None,
+            greeting: None,
+            gathering: None,
+            lingers: Lingers::Never,
+            turn: Turn::default(),
+            place,
+        }
     }
 
     /// The same, whose caller is noted there.
@@ -140,8 +174,10 @@ impl AsyncRead for Connection {
         if self.place.is_over(cx) {
             return Poll::Ready(Ok(()));
         }
+        ready!(self.turn.poll(cx));
         let (before, room) = (buf.filled().len(), buf.remaining());
         let polled = Pin::new(&mut self.stream).poll_read(cx, buf);
+        self.turn.read(polled.is_ready().then(|| buf.filled().len() - before));
         match &polled {
             Poll::Ready(Ok(())) if buf.filled().len() > before => self.place.stirs(),
             Poll::Ready(Ok(())) if room > 0 => self.place.left(),

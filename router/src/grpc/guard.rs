@@ -111,7 +111,7 @@ impl tower::Service<http::Request<Body>> for Guarded {
         request.extensions_mut().insert(tenant);
         request.extensions_mut().insert(room.clone());
         let (service, known) = (self.service.clone(), room.clone());
-        let intake = self.service.intake().clone();
+        let (intake, elsewhere) = (self.service.intake().clone(), self.service.intake().clone());
         let (head, body) = request.into_parts();
         let packing = Packing::of(&head.headers);
         let mut frames = Box::pin(bounded(body, packing, intake, room));
@@ -136,7 +136,7 @@ impl tower::Service<http::Request<Body>> for Guarded {
             while let Some(frame) = frames.next().await {
                 first.push(frame);
             }
-            decode_elsewhere(inner, http::Request::from_parts(head, first)).await
+            decode_elsewhere(inner, &elsewhere, http::Request::from_parts(head, first)).await
         };
         Box::pin(async move {
             let response = answer.await?;
@@ -156,6 +156,7 @@ impl tower::Service<http::Request<Body>> for Guarded {
 /// these messages bounds the threads.
 async fn decode_elsewhere(
     mut inner: Inference,
+    intake: &Intake,
     request: http::Request<Vec<Result<Frame<Bytes>, Status>>>,
 ) -> Result<http::Response<Body>, Infallible> {
     let runtime = tokio::runtime::Handle::current();
@@ -163,7 +164,7 @@ async fn decode_elsewhere(
         let request = request.map(|frames| Body::new(StreamBody::new(futures::stream::iter(frames))));
         runtime.block_on(inner.call(request))
     };
-    let served = tokio::task::spawn_blocking(serve).await;
+    let served = intake.behind(serve).await;
     served.unwrap_or_else(|_| Ok(Status::internal("the message could not be read").into_http()))
 }
 
