@@ -16,6 +16,7 @@ mod entry;
 pub mod fence;
 pub mod join;
 mod node;
+mod notice;
 pub mod now;
 pub mod origin;
 mod reach;
@@ -24,11 +25,12 @@ mod registration;
 mod room;
 mod route;
 mod table;
+mod table_lock;
 mod totals;
 mod wire;
 
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use tandem_telemetry::clock;
 
@@ -54,6 +56,7 @@ pub use refusals::Refusals;
 use room::Wanted;
 pub use route::Route;
 use table::{Booked, Table};
+use table_lock::TableLock;
 pub use totals::{Breakers, DEATHS, Death, Totals};
 
 /// Nodes at most; the next one is refused.
@@ -75,7 +78,7 @@ pub struct Expected {
 /// Handle to the node table.
 #[derive(Clone, Debug)]
 pub struct Membership {
-    table: Arc<Mutex<Table>>,
+    table: Arc<TableLock>,
     /// Nodes came or went.
     changed: Arc<Notify>,
     /// There may be room that there was not.
@@ -108,7 +111,7 @@ impl Membership {
     /// An empty table for pairs. Nodes that do not match `expected` are refused.
     pub fn new(expected: Expected, lease: Duration) -> Self {
         let index = PrefixIndex::new(DEFAULT_INDEX_BLOCKS, rand::random());
-        let table = Arc::new(Mutex::new(Table::new(breaker::Settings::default(), index, lease)));
+        let table = Arc::new(TableLock::new(Table::new(breaker::Settings::default(), index, lease)));
         let (reaching, choice) = (Reaching::default(), select::Settings::default());
         let (changed, freed, strangers) = (Arc::default(), Arc::default(), JoinGuard::default());
         let (strays, endpoints, refusals) = (Strays::default(), NodeEndpoints::default(), Refusals::default());
@@ -158,20 +161,20 @@ impl Membership {
 
     /// An empty table with other settings for the nodes' circuit breakers.
     pub fn with_breakers(self, settings: breaker::Settings) -> Self {
-        lock(&self.table).set_breakers(settings);
+        self.table.with(|table| table.set_breakers(settings));
         self
     }
 
     /// An empty table that knows who has cached at most so many blocks.
     pub fn with_index_blocks(self, blocks: usize) -> Self {
-        lock(&self.table).set_index(PrefixIndex::new(blocks, rand::random()));
+        self.table.with(|table| table.set_index(PrefixIndex::new(blocks, rand::random())));
         self
     }
 
     /// The same, with choices that are drawn from here on: routers that know the same of their nodes do not all take
     /// the same one.
     pub fn drawing_from(self, turn: u64) -> Self {
-        lock(&self.table).draw_from(turn);
+        self.table.with(|table| table.draw_from(turn));
         self
     }
 
@@ -197,7 +200,7 @@ impl Membership {
     /// As [`Self::register`]; `Incompatible` for an endpoint that is another host's.
     pub async fn admits(&self, info: &v1::Register, peer: Option<IpAddr>) -> Result<Authority, Error> {
         let (_, endpoint) = registration::check(info, &self.expected)?;
-        lock(&self.table).admits(info, clock::now())?;
+        self.table.with(|table| table.admits(info, clock::now()))?;
         match (self.endpoints, peer) {
             (NodeEndpoints::Own, Some(peer)) => origin::address(info, &endpoint, peer).await,
             _ => Ok(endpoint),
@@ -222,7 +225,7 @@ impl Membership {
     fn register_at(&self, endpoint: Authority, info: v1::Register, now: Instant) -> Result<Arc<Node>, Error> {
         let (role, _) = registration::check(&info, &self.expected)?;
         let calls = self.reaching.reach(&info, role, endpoint);
-        let node = lock(&self.table).insert(|session| Node::new(session, role, info, calls), now);
+        let node = self.table.with(|table| table.insert(|session| Node::new(session, role, info, calls), now));
         self.changed.notify_waiters();
         self.freed.notify_one();
         node
@@ -230,7 +233,7 @@ impl Membership {
 
     /// Takes a load report.
     pub fn report(&self, session: u64, load: &v1::Load, now: Instant) {
-        lock(&self.table).report(session, load, now);
+        self.table.with(|table| table.report(session, load, now));
         self.freed.notify_one();
     }
 
@@ -239,30 +242,34 @@ impl Membership {
     /// # Errors
     /// [`Gap`]: the node is to be asked for a snapshot, once.
     pub fn kv_events(&self, session: u64, changes: &CacheChanges, now: Instant) -> Result<(), Gap> {
-        lock(&self.table).kv_events(session, changes, now)
+        self.table.with(|table| table.kv_events(session, changes, now))
     }
 
     /// The node takes no new work from now on.
     pub fn draining(&self, session: u64, now: Instant) {
-        lock(&self.table).draining(session, now);
+        self.table.with(|table| table.draining(session, now));
         self.freed.notify_one();
     }
 
     /// The stream of this session ended: takes its node out, and ends its requests unless it had drained.
     pub fn leave(&self, session: u64, why: &str) {
-        lock(&self.table).leave(session, why, clock::now());
+        self.table.with(|table| table.leave(session, why, clock::now()));
         self.changed.notify_waiters();
         self.freed.notify_one();
     }
 
     /// Ends all nodes: their streams close. For the router's own end.
     pub fn close(&self) {
-        lock(&self.table).clear("the router is shutting down");
+        self.table.with(|table| table.clear("the router is shutting down"));
     }
 
     /// Ends every node whose last report is older than the lease.
     pub fn expire(&self, now: Instant) {
-        let expired = lock(&self.table).expire(now, self.lease);
+        let expired = self.table.with(|table| table.expire(now, self.lease));
+        self.tell_expired(expired);
+    }
+
+    fn tell_expired(&self, expired: bool) {
         if expired {
             self.changed.notify_waiters();
             self.freed.notify_one();
@@ -288,9 +295,7 @@ impl Membership {
     /// # Errors
     /// [`NoPair`].
     pub fn route(&self, demand: &Demand, wish: &Wish, now: Instant) -> Result<Route, NoPair> {
-        let mut table = self.watched_table(now);
-        let booked = table.route(demand, wish, &self.choice, now)?;
-        drop(table);
+        let booked = self.with_watched(now, |table| table.route(demand, wish, &self.choice, now))?;
         Ok(self.booked(booked))
     }
 
@@ -299,22 +304,19 @@ impl Membership {
     /// # Errors
     /// [`NotYet`].
     pub fn route_again(&self, demand: &Demand, wish: &Wish, accepts: Accepts, now: Instant) -> Result<Route, NotYet> {
-        let mut table = self.watched_table(now);
-        let booked = table.route_again(demand, wish, accepts, &self.choice, now)?;
-        drop(table);
-        Ok(self.booked(booked))
+        let again = |table: &mut Table| table.route_again(demand, wish, accepts, &self.choice, now);
+        Ok(self.booked(self.with_watched(now, again)?))
     }
 
     /// The table, without the nodes that have given this router up while it stood still: requests wake as early as
     /// [`Self::watch`] does.
-    fn watched_table(&self, now: Instant) -> MutexGuard<'_, Table> {
-        let table = lock(&self.table);
-        if !table.stood_still(now, self.lease) {
-            return table;
-        }
-        drop(table);
-        self.expire(now);
-        lock(&self.table)
+    fn with_watched<T>(&self, now: Instant, change: impl FnOnce(&mut Table) -> T) -> T {
+        let (expired, result) = self.table.with(|table| {
+            let expired = table.stood_still(now, self.lease) && table.expire(now, self.lease);
+            (expired, change(table))
+        });
+        self.tell_expired(expired);
+        result
     }
 
     fn booked(&self, Booked { prefill, decode, candidates, apart }: Booked) -> Route {
@@ -326,9 +328,7 @@ impl Membership {
     /// How soon the first token of a request would come that was routed now; `None` where no node has measured its
     /// steps, or there are no nodes for it. Books nothing.
     pub fn predict(&self, demand: &Demand, now: Instant) -> Option<Predicted> {
-        let mut table = lock(&self.table);
-        let soonest = table.predict(demand, &self.choice, now)?;
-        drop(table);
+        let soonest = self.table.with(|table| table.predict(demand, &self.choice, now))?;
         let time = |ms: f64| Duration::try_from_secs_f64(ms / 1e3).ok();
         let prefill_ms = soonest.terms.prefill_ms;
         Some(Predicted { wait: time(soonest.ttft_ms() - prefill_ms)?, prefill: time(prefill_ms)? })
@@ -350,17 +350,19 @@ impl Membership {
     /// What a request needs whose answer may have `max_tokens` and will be as long as answers have been lately. What is
     /// cached of its prompt is left open.
     pub fn demand(&self, prompt_tokens: u32, max_tokens: u32) -> Demand {
-        let answer_tokens = lock(&self.table).answers.usual(max_tokens);
+        let answer_tokens = self.table.with(|table| table.answers.usual(max_tokens));
         Demand { prompt_tokens, max_tokens, answer_tokens, hashes: Vec::new() }
     }
 
     /// The same with the names that its prompt's blocks have for requests with this salt.
     pub fn demand_of(&self, prompt: &[u32], max_tokens: u32, salt: CacheSalt) -> Demand {
-        let block_tokens = lock(&self.table).block_tokens().max(1) as usize;
+        let (block_tokens, answer_tokens) =
+            self.table.with(|table| (table.block_tokens().max(1) as usize, table.answers.usual(max_tokens)));
         // A node always computes the last token, whose logits give the next one: its block is never all reused.
         let reusable = prompt.len().saturating_sub(1) / block_tokens * block_tokens;
         let hashes = sequence_hashes(self.sequence_key(salt), &prompt[..reusable], block_tokens);
-        Demand { hashes, ..self.demand(u32::try_from(prompt.len()).unwrap_or(u32::MAX), max_tokens) }
+        let prompt_tokens = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
+        Demand { prompt_tokens, max_tokens, answer_tokens, hashes }
     }
 
     fn sequence_key(&self, cache_salt: CacheSalt) -> SequenceKey {
@@ -374,42 +376,44 @@ impl Membership {
 
     /// Whether nodes are there that take new work: a compatible pair or, with local prefill, a decode node.
     pub fn has_pair(&self) -> bool {
-        lock(&self.table).has_pair(self.choice.local)
+        self.table.with(|table| table.has_pair(self.choice.local))
     }
 
     /// An answer of so many tokens was complete: what [`Self::demand`] learns from.
     pub fn answered(&self, tokens: u32) {
-        lock(&self.table).answers.ended(tokens);
+        self.table.with(|table| table.answers.ended(tokens));
     }
 
     /// Tokens of prompt and answer that fit the largest decode node; nothing while there is none.
     pub fn most_tokens(&self) -> Option<u32> {
-        lock(&self.table).most_tokens()
+        self.table.with(|table| table.most_tokens())
     }
 
     /// Sums over all nodes.
     pub fn totals(&self) -> Totals {
-        lock(&self.table).totals()
+        self.table.with(|table| table.totals())
     }
 
     /// What is known of the nodes' caches.
     pub fn index(&self) -> IndexTotals {
-        lock(&self.table).index()
+        self.table.with(|table| table.index())
     }
 
     /// The state of all circuit breakers at `now`.
     pub fn breakers(&self, now: Instant) -> Breakers {
-        lock(&self.table).breakers(now)
+        self.table.with(|table| table.breakers(now))
     }
 
     /// How often pairs of nodes went over from one way for their KV to another, by their names.
     pub fn way_fallbacks(&self) -> Fallbacks {
-        lock(&self.table).fallbacks()
+        self.table.with(|table| table.fallbacks())
     }
 
     /// The nodes, their links, and who left, for people.
     pub fn now(&self) -> ClusterNow {
-        lock(&self.table).now(clock::now())
+        let mut now = self.table.with(|table| table.now(clock::now()));
+        now.nodes.sort_by(|a, b| a.node.info.node_id.cmp(&b.node.info.node_id));
+        now
     }
 
     /// The nodes as `/debug/cluster` shows them, by name.
@@ -430,19 +434,15 @@ impl Capacity for Membership {
     /// ever hold it there is: then [`Self::route`] says why not. Nodes that are tried last count only where no others
     /// make a plan.
     fn has_room(&self, demand: &Demand, ahead: &Ahead, node_queue: u32, now: Instant) -> bool {
-        let mut table = lock(&self.table);
-        let wanted = Wanted::of(demand, ahead, node_queue, table.block_tokens());
-        table.has_room(wanted, demand, &self.choice, now)
+        self.table.with(|table| {
+            let wanted = Wanted::of(demand, ahead, node_queue, table.block_tokens());
+            table.has_room(wanted, demand, &self.choice, now)
+        })
     }
 
     fn freed(&self) -> &Notify {
         &self.freed
     }
-}
-
-/// The table has no invariant that a panicking holder could break half-way: go on with it.
-fn lock(table: &Mutex<Table>) -> MutexGuard<'_, Table> {
-    table.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -51,10 +51,10 @@ impl Node {
         Self { session, role, info, work, calls, dead, why: OnceLock::new() }
     }
 
-    pub(super) fn end(&self, why: &str) {
-        if self.why.set(why.to_owned()).is_ok() {
-            tracing::warn!(node = self.info.node_id, life = %self.life(), why, "node gone");
-        }
+    /// Ends its calls: wakes all requests that have it.
+    pub(super) fn end(&self, why: String) {
+        // A node is taken out of the table once.
+        let _ = self.why.set(why);
         self.dead.cancel();
     }
 }

@@ -1,5 +1,6 @@
 //! Our own series: what requests took, how they ended, what was planned and retried, and the nodes as they are. Those
 //! of admission, ports and ways have files of their own.
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use prometheus_client::encoding::EncodeLabelSet;
@@ -83,7 +84,7 @@ struct Died {
 struct NodeInstance {
     node_role: &'static str,
     /// `instance` is this process's own.
-    node_instance: String,
+    node_instance: Arc<str>,
 }
 
 /// A histogram for each kind of plan.
@@ -310,7 +311,7 @@ impl Own {
         // Nodes that are gone leave no series behind.
         self.breaker_state.clear();
         for (role, node, circuit) in &breakers.nodes {
-            let of = NodeInstance { node_role: role.as_str(), node_instance: node.clone() };
+            let of = NodeInstance { node_role: role.as_str(), node_instance: Arc::clone(node) };
             self.breaker_state.get_or_create(&of).set(match circuit {
                 Circuit::Closed => 0,
                 Circuit::HalfOpen => 1,
