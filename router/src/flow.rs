@@ -246,7 +246,8 @@ impl Run {
         let route = routed.map_err(|why| refusal(&why)).inspect_err(|_| self.waited())?;
         self.record.timeline.end_phase(clock::now());
         let mut attempt = self.open(route);
-        // What the client waits for leaves first: the call that computes the prompt. Then the other one, and the books.
+        // The client waits for the call that computes the prompt: its connection writes before the decode call is
+        // opened, and before the books are kept.
         tokio::task::yield_now().await;
         self.waited();
         self.chosen(&attempt.route, now);
@@ -267,6 +268,33 @@ impl Run {
             }
             attempt = Box::pin(self.next_attempt(attempt, failure)).await?;
         }
+    }
+
+    /// All legs, for what is left of the answer.
+    fn open(&self, route: Route) -> Attempt {
+        let basis = self.progress.sent.len();
+        let prompt = route.prefill.is_some().then(|| self.spec(Phase::Prefill, basis));
+        let start = self.decode_start(&route, basis);
+        Attempt::open(route, prompt, start, basis)
+    }
+
+    fn decode_start(&self, route: &Route, basis: usize) -> v1::DecodeStart {
+        let now = self.record.timeline.phase();
+        let local = || v1::LocalPrefill { traceparent: self.record.identities.of(now.max(Phase::Prefill)).to_string() };
+        v1::DecodeStart {
+            spec: Some(self.spec(Phase::Decode, basis)),
+            prefill_incarnation: route.prefill.as_ref().map_or(0, |prefill| prefill.info.incarnation),
+            request_traceparent: self.record.identities.root.to_string(),
+            local: route.prefill.is_none().then(local),
+            transport: route.way().map_or_else(String::new, |way| way.build_id.to_string()),
+        }
+    }
+
+    /// What a leg is to do, with the first `basis` tokens of the answer in its prompt. Its span is a child of `phase`,
+    /// or of the later one in which it is opened.
+    fn spec(&self, phase: Phase, basis: usize) -> v1::RequestSpec {
+        let parent = self.record.timeline.phase().max(phase);
+        self.progress.spec(basis, self.record.identities.of(parent), self.deadline)
     }
 
     fn waited(&self) {
