@@ -24,7 +24,7 @@ use crate::flow::retry_budget::{Retries, RetryBudget};
 use crate::generation::{GenerationEvent, GenerationRequest};
 use crate::intake::Intake;
 use crate::limits::Limits;
-use crate::membership::Membership;
+use crate::membership::{JoinService, Membership};
 use crate::metrics::{Metrics, Seen};
 use crate::text::ModelText;
 use crate::traces::{DEFAULT_RING, JaegerUi, Traces};
@@ -118,8 +118,6 @@ impl Service {
         let Telling { exporter, sample_ratio, ring } = telling.into();
         let admission = Admission::new(&limits, membership.clone(), keys.required());
         let traces = Traces::new(ring);
-        let (strays, collector) = (traces.clone(), exporter.clone());
-        membership.when_strays(move |packed| collector.export(strays.stray(packed)));
         let flow = flow::Shared {
             cache_salts: CacheSalts::new(membership.cache_secret()),
             membership,
@@ -380,6 +378,12 @@ impl Service {
         &self.flow.membership
     }
 
+    /// The service for nodes, which fills the table.
+    pub fn join_service(&self) -> JoinService {
+        let (traces, exporter) = (self.flow.traces.clone(), self.flow.exporter.clone());
+        JoinService::new(self.flow.membership.clone(), move |packed| exporter.export(traces.stray(packed)))
+    }
+
     /// Takes no new request and waits until the running ones have ended or `limit` has passed.
     pub async fn drain(&self, limit: std::time::Duration) {
         self.flow.admission.drain(limit).await;
@@ -402,7 +406,7 @@ pub fn no_trace(id: &str) -> Error {
 ///
 /// # Errors
 /// `Internal`, with what has `failed`: the work panicked.
-pub async fn beside<T: Send + 'static>(
+pub async fn run_blocking<T: Send + 'static>(
     failed: &'static str,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Error> {

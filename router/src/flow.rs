@@ -5,17 +5,17 @@
 //!
 //! - [`check`]: what a request must be (pure). [`admit`]: its place. [`crate::admission`]: who may start.
 //! - [`progress`]: the request and its answer so far (pure).
-//! - [`attempt`]: the nodes of a plan and the calls to them; [`legs`]: the calls; [`exchange`]: what they may say
-//!   (pure).
+//! - [`attempt`]: the nodes of a plan and the calls to them; [`legs`]: the calls; [`attempt_protocol`]: which events
+//!   they may bring (pure).
 //! - [`replan`]: whether there is another attempt (pure). [`next_attempt`]: how it comes about. [`find_nodes`]: the
 //!   search for its nodes. [`retry_budget`]: how many requests may be there at once.
 //! - `conclusion.rs`: the end of a request. [`refused`]: what is left of one that never ran.
 //! - [`crate::record`]: what is known of it at its end: phases, pace, timings and spans (pure).
 pub mod admit;
 pub mod attempt;
+pub mod attempt_protocol;
 pub mod check;
 mod conclusion;
-pub mod exchange;
 pub mod find_nodes;
 pub mod legs;
 pub mod next_attempt;
@@ -45,14 +45,14 @@ use crate::limits::Limits;
 use crate::membership::{Membership, Route};
 use crate::metrics::Metrics;
 use crate::record::drafts::Drafts;
-use crate::record::pace::{Arrivals, Pace};
 use crate::record::timeline::{Phase, Timeline};
+use crate::record::token_pace::{Arrivals, TokenPace};
 use crate::record::{Chosen, Identities, Names, Record};
 use crate::select::{NoPair, Plan, Wish};
 use crate::text::{ModelText, TextStream};
-use crate::traces::{Traces, join};
+use crate::traces::{Traces, append_pack};
 use attempt::{Attempt, Happening};
-use exchange::{Exchange, Step};
+use attempt_protocol::{AttemptProtocol, Step};
 use legs::Rest;
 use progress::Progress;
 use replan::Replan;
@@ -130,7 +130,7 @@ pub fn start(
         identities,
         state: parent.map(|parent| parent.state.clone()).unwrap_or_default(),
         timeline: Timeline::new(request.received),
-        pace: Pace::default(),
+        pace: TokenPace::default(),
         chosen: None,
         replans: Vec::new(),
         verified: None,
@@ -329,8 +329,8 @@ impl Run {
     async fn relay(&mut self, attempt: &mut Attempt, text: &mut TextStream) -> Result<End, Error> {
         loop {
             let happening = attempt.next(self.shared.limits.silence).await;
-            join(&mut self.spans, &std::mem::take(&mut attempt.exchange.spans));
-            self.record.drafts.add(std::mem::take(&mut attempt.exchange.drafts));
+            append_pack(&mut self.spans, &std::mem::take(&mut attempt.protocol.spans));
+            self.record.drafts.add(std::mem::take(&mut attempt.protocol.drafts));
             let step = match happening {
                 Ok(Happening::Step(step)) => step,
                 Ok(Happening::Sought(sought)) => {
@@ -348,8 +348,8 @@ impl Run {
                 }
                 Step::Verified => {
                     let (tokens, trace) = (self.travelling(attempt), self.record.identities.root);
-                    attempt.exchange.verified.iter().for_each(|kv| self.shared.metrics.handed_off(kv, tokens, trace));
-                    self.verified(&attempt.exchange);
+                    attempt.protocol.verified.iter().for_each(|kv| self.shared.metrics.handed_off(kv, tokens, trace));
+                    self.verified(&attempt.protocol);
                 }
                 Step::Token { id, logprob, top, finished } => {
                     let step = text.push(id);
@@ -357,7 +357,7 @@ impl Run {
                     let index = self.arrivals.count();
                     if index == 0 {
                         // A node's word: never more than there is.
-                        self.record.cached_tokens = attempt.exchange.cached_tokens.min(self.record.prompt_tokens);
+                        self.record.cached_tokens = attempt.protocol.cached_tokens.min(self.record.prompt_tokens);
                         attempt.route.prompt_computed(self.record.prompt_tokens - self.record.cached_tokens);
                     } else {
                         attempt.route.decode.work.generated();
@@ -378,7 +378,7 @@ impl Run {
 
     /// Tokens of this attempt's prompt whose KV has to come from the prefill node.
     fn travelling(&self, attempt: &Attempt) -> u64 {
-        let held = u64::from(attempt.exchange.held_blocks) * u64::from(attempt.route.decode.info.block_tokens);
+        let held = u64::from(attempt.protocol.held_blocks) * u64::from(attempt.route.decode.info.block_tokens);
         (u64::from(self.record.prompt_tokens) + attempt.basis as u64).saturating_sub(held)
     }
 
@@ -405,7 +405,7 @@ impl Run {
             self.replan.progressed(clock::now());
             self.retrying = None;
         }
-        self.verified(&attempt.exchange);
+        self.verified(&attempt.protocol);
     }
 
     /// The node that sent the token goes on by itself. Where an attempt before it sent the first one, the client has
@@ -420,11 +420,11 @@ impl Run {
     }
 
     /// The transfer is over for the client when decode has verified *and* the first token is out.
-    fn verified(&mut self, exchange: &Exchange) {
+    fn verified(&mut self, protocol: &AttemptProtocol) {
         let Record { timeline, verified, .. } = &mut self.record;
-        if exchange.verified.is_some() && timeline.phase() == Phase::Transfer {
+        if protocol.verified.is_some() && timeline.phase() == Phase::Transfer {
             timeline.end_phase(clock::now());
-            verified.clone_from(&exchange.verified);
+            verified.clone_from(&protocol.verified);
         }
     }
 }

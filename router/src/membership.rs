@@ -6,23 +6,23 @@
 //! A node is dead when its stream ends, when it was silent for the lease, or when another incarnation takes its name.
 //! That is a verdict on this router's session with it and on what this router booked there, a *life* of the node: other
 //! routers have theirs. A dead life does not come back ([`fence`]), and its calls are refused by the node. A node that
-//! fails its requests is alive, but tried last for a while ([`breaker`]). Who waits for room ([`room`]) learns by
-//! [`Capacity::freed`] when there may be some.
+//! fails its requests is alive, but tried last for a while ([`breaker`]). Who waits for room
+//! ([`node_capacity`]) learns by [`Capacity::freed`] when there may be some.
 mod accepts;
 mod answers;
 mod booking;
 pub mod breaker;
 mod entry;
 pub mod fence;
-pub mod join;
+mod join;
 mod node;
+mod node_capacity;
+mod node_client;
 mod notice;
 pub mod now;
 pub mod origin;
-mod reach;
 mod refusals;
 mod registration;
-mod room;
 mod route;
 mod table;
 mod table_lock;
@@ -30,7 +30,7 @@ mod totals;
 mod wire;
 
 use std::net::IpAddr;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tandem_telemetry::clock;
 
@@ -47,13 +47,14 @@ use crate::index::{CacheChanges, Gap, IndexTotals, MOST_NODES, PrefixIndex};
 use crate::select::ways::Fallbacks;
 use crate::select::{self, LocalPrefill, NoPair, Wish};
 pub use accepts::{Accepts, NotYet};
+pub use join::JoinService;
 pub use node::Node;
+use node_capacity::BlockDemand;
+use node_client::Connector;
+pub use node_client::NodeClient;
 use now::ClusterNow;
 use origin::NodeEndpoints;
-pub use reach::Calls;
-use reach::Reaching;
 pub use refusals::Refusals;
-use room::Wanted;
 pub use route::Route;
 use table::{Booked, Table};
 use table_lock::TableLock;
@@ -85,26 +86,13 @@ pub struct Membership {
     freed: Arc<Notify>,
     expected: Expected,
     lease: Duration,
-    reaching: Reaching,
+    connector: Connector,
     endpoints: NodeEndpoints,
     /// Who may join.
     strangers: JoinGuard,
     cache_secret: Option<[u8; 32]>,
     refusals: Refusals,
     choice: select::Settings,
-    strays: Strays,
-}
-
-/// Given the spans, packed, that nodes tell outside of their calls.
-#[derive(Clone, Default)]
-struct Strays(Arc<OnceLock<TakeSpans>>);
-
-type TakeSpans = Box<dyn Fn(&[u8]) + Send + Sync>;
-
-impl std::fmt::Debug for Strays {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Strays")
-    }
 }
 
 impl Membership {
@@ -112,36 +100,23 @@ impl Membership {
     pub fn new(expected: Expected, lease: Duration) -> Self {
         let index = PrefixIndex::new(DEFAULT_INDEX_BLOCKS, rand::random());
         let table = Arc::new(TableLock::new(Table::new(breaker::Settings::default(), index, lease)));
-        let (reaching, choice) = (Reaching::default(), select::Settings::default());
+        let (connector, choice) = (Connector::default(), select::Settings::default());
         let (changed, freed, strangers) = (Arc::default(), Arc::default(), JoinGuard::default());
-        let (strays, endpoints, refusals) = (Strays::default(), NodeEndpoints::default(), Refusals::default());
+        let (endpoints, refusals) = (NodeEndpoints::default(), Refusals::default());
         let cache_secret = None;
-        Self {
-            table,
-            changed,
-            freed,
-            expected,
-            lease,
-            reaching,
-            endpoints,
-            strangers,
-            cache_secret,
-            refusals,
-            choice,
-            strays,
-        }
+        Self { table, changed, freed, expected, lease, connector, endpoints, strangers, cache_secret, refusals, choice }
     }
 
     /// The same, for nodes that have this token: they show it to join, and are shown it by each call.
     pub fn with_join_token(self, token: Option<&JoinToken>) -> Self {
-        let reaching = Reaching::Network { token: token.map(JoinToken::header), tls: None };
+        let connector = Connector::Network { token: token.map(JoinToken::header), tls: None };
         let cache_secret = token.map(|token| token.derive("tandem cache salts"));
-        Self { reaching, strangers: JoinGuard::new(token), cache_secret, ..self }
+        Self { connector, strangers: JoinGuard::new(token), cache_secret, ..self }
     }
 
     /// The same, for nodes that have certificates, if this router has one.
     pub fn with_node_tls(self, tls: Option<&NodeTls>) -> Self {
-        Self { reaching: self.reaching.within(tls), strangers: self.strangers.within(tls), ..self }
+        Self { connector: self.connector.within(tls), strangers: self.strangers.within(tls), ..self }
     }
 
     /// The same, with decode nodes that compute prompts, too.
@@ -180,8 +155,8 @@ impl Membership {
 
     /// The same, for nodes of this process: `find` gives the services of one that registers, whatever its endpoint is.
     /// For simulations and tests.
-    pub fn in_process(self, find: impl Fn(&v1::Register) -> Calls + Send + Sync + 'static) -> Self {
-        Self { reaching: Reaching::InProcess(Arc::new(find)), ..self }
+    pub fn in_process(self, find: impl Fn(&v1::Register) -> NodeClient + Send + Sync + 'static) -> Self {
+        Self { connector: Connector::InProcess(Arc::new(find)), ..self }
     }
 
     /// Silence after which a node is dead.
@@ -224,8 +199,8 @@ impl Membership {
     /// As [`Self::register`].
     fn register_at(&self, endpoint: Authority, info: v1::Register, now: Instant) -> Result<Arc<Node>, Error> {
         let (role, _) = registration::check(&info, &self.expected)?;
-        let calls = self.reaching.reach(&info, role, endpoint);
-        let node = self.table.with(|table| table.insert(|session| Node::new(session, role, info, calls), now));
+        let client = self.connector.client(&info, role, endpoint);
+        let node = self.table.with(|table| table.insert(|session| Node::new(session, role, info, client), now));
         self.changed.notify_waiters();
         self.freed.notify_one();
         node
@@ -334,19 +309,6 @@ impl Membership {
         Some(Predicted { wait: time(soonest.ttft_ms() - prefill_ms)?, prefill: time(prefill_ms)? })
     }
 
-    /// From now on `listener` gets the spans that nodes tell outside of their calls. Only the first one counts.
-    pub fn when_strays(&self, listener: impl Fn(&[u8]) + Send + Sync + 'static) {
-        if self.strays.0.set(Box::new(listener)).is_err() {
-            tracing::debug!("somebody listens to nodes' spans already");
-        }
-    }
-
-    fn stray(&self, packed: &[u8]) {
-        if let Some(listener) = self.strays.0.get() {
-            listener(packed);
-        }
-    }
-
     /// What a request needs whose answer may have `max_tokens` and will be as long as answers have been lately. What is
     /// cached of its prompt is left open.
     pub fn demand(&self, prompt_tokens: u32, max_tokens: u32) -> Demand {
@@ -435,7 +397,7 @@ impl Capacity for Membership {
     /// make a plan.
     fn has_room(&self, demand: &Demand, ahead: &Ahead, node_queue: u32, now: Instant) -> bool {
         self.table.with(|table| {
-            let wanted = Wanted::of(demand, ahead, node_queue, table.block_tokens());
+            let wanted = BlockDemand::of(demand, ahead, node_queue, table.block_tokens());
             table.has_room(wanted, demand, &self.choice, now)
         })
     }

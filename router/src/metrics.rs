@@ -25,7 +25,7 @@ use crate::index::IndexTotals;
 use crate::intake::Load;
 use crate::membership::{Breakers, Totals};
 use crate::record::Record;
-use crate::record::pace::Arrivals;
+use crate::record::token_pace::Arrivals;
 use crate::select::Plan;
 use crate::select::ways::Fallbacks;
 use admission::AdmissionMetrics;

@@ -12,9 +12,9 @@ use super::booking::{BookingId, Stage};
 use super::breaker::{Breaker, Settings};
 use super::entry::Entry;
 use super::fence::Fence;
+use super::node_capacity::{BlockDemand, ClusterCapacity, Room};
 use super::notice::Notice;
 use super::now::{ClusterNow, Departed, Departures};
-use super::room::{Room, Rooms, Wanted};
 use super::{Accepts, Breakers, DEATHS, Death, MAX_NODES, Node, NotYet, Totals};
 use crate::capacity::{Ahead, Demand};
 use crate::index::{CacheChanges, Gap, IndexTotals, PrefixIndex};
@@ -332,7 +332,7 @@ impl Table {
         if !best.is_sound() && !accepts.unsound {
             return Err(NotYet::Unsound);
         }
-        let wanted = Wanted::of(demand, &Ahead::default(), accepts.node_queue, self.block_tokens());
+        let wanted = BlockDemand::of(demand, &Ahead::default(), accepts.node_queue, self.block_tokens());
         let mut equal = candidates.iter().take_while(|other| speaks_against(other) == speaks_against(best));
         match equal.position(|candidate| self.takes_at_once(candidate, &wanted, now)) {
             Some(place) => candidates[..=place].rotate_right(1),
@@ -362,8 +362,8 @@ impl Table {
     }
 
     /// Whether the nodes of this plan have room for its request now.
-    fn takes_at_once(&self, plan: &Candidate, wanted: &Wanted, now: Instant) -> bool {
-        let node = |session| Some(self.entries.get(&session)?.occupied(&self.views[self.place(session)?], now));
+    fn takes_at_once(&self, plan: &Candidate, wanted: &BlockDemand, now: Instant) -> bool {
+        let node = |session| Some(self.entries.get(&session)?.capacity(&self.views[self.place(session)?], now));
         let Some(decode) = node(plan.decode) else { return false };
         let computes = match plan.prefill {
             None => decode.computes(wanted),
@@ -474,13 +474,19 @@ impl Table {
 
     /// Whether the nodes have room for a request, so that it need not wait on one of them, or only with as many others
     /// as may. Where only decode nodes have room for its prompt, it has room if they are where it would go.
-    pub fn has_room(&mut self, wanted: Wanted, demand: &Demand, settings: &select::Settings, now: Instant) -> bool {
-        let mut rooms = Rooms::new(wanted, settings.local);
+    pub fn has_room(
+        &mut self,
+        wanted: BlockDemand,
+        demand: &Demand,
+        settings: &select::Settings,
+        now: Instant,
+    ) -> bool {
+        let mut capacity = ClusterCapacity::new(wanted, settings.local);
         let mut nodes = self.entries.values().zip(&self.views);
         let mut enough = |(entry, view): (&Entry, _)| {
-            rooms.tell(view, &entry.occupied(view, now), entry.is_sound(now, self.suspicion))
+            capacity.tell(view, &entry.capacity(view, now), entry.is_sound(now, self.suspicion))
         };
-        let room = if nodes.any(&mut enough) { Room::Yes } else { rooms.answer() };
+        let room = if nodes.any(&mut enough) { Room::Yes } else { capacity.answer() };
         match room {
             Room::Yes => true,
             Room::Local => self.would_go_local(&wanted, demand, settings, now),
@@ -489,7 +495,13 @@ impl Table {
     }
 
     /// Whether the choice would now be a decode node that has room for the prompt, too.
-    fn would_go_local(&mut self, wanted: &Wanted, demand: &Demand, settings: &select::Settings, now: Instant) -> bool {
+    fn would_go_local(
+        &mut self,
+        wanted: &BlockDemand,
+        demand: &Demand,
+        settings: &select::Settings,
+        now: Instant,
+    ) -> bool {
         let told = self.candidates(demand, &Wish::default(), settings, now).unwrap_or_default();
         told.first().is_some_and(|chosen| chosen.plan() == Plan::Local && self.takes_at_once(chosen, wanted, now))
     }

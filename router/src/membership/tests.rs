@@ -2,9 +2,9 @@
 mod lives;
 mod lock;
 mod names;
+mod node_capacity;
 mod predictions;
 mod retries;
-mod room;
 mod ways;
 
 use tandem_proto::{ErrorKind, SequenceHash};

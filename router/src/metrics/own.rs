@@ -15,8 +15,8 @@ use super::{Seen, outcome, whole};
 use crate::failure::{BOUNDS, Bound, CAUSES, Failure};
 use crate::membership::DEATHS;
 use crate::membership::breaker::Circuit;
-use crate::record::pace::Arrivals;
 use crate::record::timeline::Phase;
+use crate::record::token_pace::Arrivals;
 use crate::record::{OBJECTIVES, Record};
 use crate::select::{PLANS, Plan, Role};
 
@@ -282,8 +282,8 @@ impl Own {
             note(&self.prediction_error_ms.get_or_create(&of), off_ms);
             note(&self.prediction_error_ratio.get_or_create(&of), off_ms / actual_ms.max(f64::MIN_POSITIVE));
         }
-        if let Some(rhythm) = &record.pace.rhythm {
-            note(&self.handoff_gap, seconds(rhythm.first));
+        if let Some(itl) = &record.pace.itl {
+            note(&self.handoff_gap, seconds(itl.first));
             observe_gaps(&self.itl, arrivals, trace);
         }
         if record.verified.is_some() {

@@ -14,8 +14,8 @@ use super::exemplar::{Exemplar, SECONDS, Traced, observe_gaps, seconds};
 use super::whole;
 use crate::admission::Counts;
 use crate::membership::Totals;
-use crate::record::pace::Arrivals;
 use crate::record::timeline::Phase;
+use crate::record::token_pace::Arrivals;
 use crate::record::{Record, reason_text};
 
 const TOKENS: [f64; 14] = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4];
