@@ -124,7 +124,7 @@ impl Service {
             exporter,
             traces,
             sample_ratio,
-            metrics: Metrics::new(&model.model_name, &instance),
+            metrics: Metrics::new(&model.model_name, &instance, &flow::labels()),
             admission,
             retry_budget: RetryBudget::new(limits.retry_budget_percent),
             limits,
@@ -342,18 +342,22 @@ impl Service {
     /// `/metrics`: the content type and the text that a scraper with this `Accept` header understands.
     pub fn metrics_text(&self, accept: Option<&str>) -> (&'static str, String) {
         let flow = &self.flow;
-        let requests = flow.admission.counts();
-        let Retries { now: retrying, limit: retry_limit } = flow.retry_budget.retries(requests.inflight);
+        let (Counts { inflight, queued }, intake) = (flow.admission.counts(), self.intake.load());
+        let Retries { now: retrying, limit: retry_limit } = flow.retry_budget.retries(inflight);
         let seen = Seen {
             nodes: flow.membership.totals(),
             breakers: flow.membership.breakers(clock::now()),
-            requests,
+            inflight,
+            queued,
             retrying,
             retry_limit,
             tenants: self.tenants(),
             depths: flow.admission.depths_of(self.keys.names()),
             spans_dropped: flow.exporter.dropped(),
-            intake: self.intake.load(),
+            body_bytes: intake.body_bytes,
+            texts_working: intake.working,
+            texts_waiting: intake.waiting,
+            intake_refused: intake.refused,
             strangers: flow.membership.strangers().refused(),
             registrations: flow.membership.refusals().counts(),
             index: flow.membership.index(),

@@ -36,14 +36,14 @@ use tracing::Instrument;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::admission::cache_salt::CacheSalts;
-use crate::admission::{Admission, ENDING, Entry, Slot};
+use crate::admission::{Admission, ENDING, Entry, REASONS, Reason, Slot};
 use crate::caller::Parent;
 use crate::capacity::Demand;
-use crate::failure::Failure;
+use crate::failure::{BOUNDS, Bound, CAUSES, Cause, Failure};
 use crate::generation::{GenerationEvent, GenerationRequest};
 use crate::limits::Limits;
 use crate::membership::{Membership, Route};
-use crate::metrics::Metrics;
+use crate::metrics::{Labels, Metrics};
 use crate::record::drafts::Drafts;
 use crate::record::timeline::{Phase, Timeline};
 use crate::record::token_pace::{Arrivals, TokenPace};
@@ -102,6 +102,15 @@ impl Shared {
             Some(parent) => parent.span.child(rng),
             None => TraceContext::root_sampled(self.sample_ratio, rng),
         }
+    }
+}
+
+/// What the flow gives metrics for labels.
+pub fn labels() -> Labels {
+    Labels {
+        refusals: REASONS.map(Reason::as_str).into(),
+        causes: CAUSES.map(Cause::as_str).into(),
+        bounds: BOUNDS.map(Bound::as_str).into(),
     }
 }
 

@@ -25,7 +25,6 @@ impl Run {
         let (now, phase) = (clock::now(), self.record.timeline.phase());
         self.retrying = None;
         let failure = failure.judged(now >= self.deadline);
-        self.shared.metrics.failed(&failure);
         failure.blamed().iter().for_each(|role| attempt.route.failed(*role, now));
         if failure.session_is_over() {
             // Before the stream says so: all that is asked there would fail at once, and the node would look idle.
@@ -33,6 +32,7 @@ impl Run {
             self.shared.membership.leave(session, &failure.error.message);
         }
         if failure.of_handoff() {
+            self.shared.metrics.handoff_failed();
             attempt.route.handoff_failed(&failure.error.message, now);
         }
         let verdict = self.replan.failed(&failure, attempt.route.sessions(), now);
@@ -109,7 +109,7 @@ impl Run {
         self.retrying = Some(retrying);
         let Setback { failure, node, at, phase } = setback;
         self.replan.began();
-        self.shared.metrics.replanned(&failure);
+        self.shared.metrics.replanned(failure.role, failure.cause.as_str());
         self.record.replans.push(Replanned {
             at,
             search: clock::now().saturating_duration_since(at),
@@ -131,7 +131,7 @@ impl Run {
 
     /// The error of a request that had all its attempts, or all its time for them.
     fn exhausted(&self, told: Error, bound: Bound) -> Error {
-        self.shared.metrics.replan_exhausted(bound);
+        self.shared.metrics.replan_exhausted(bound.as_str());
         let Limits { max_attempts, replan, .. } = self.shared.limits;
         let attempts = self.replan.attempts();
         let gave_up = match bound {

@@ -11,8 +11,7 @@ use prometheus_client::registry::Registry;
 use tandem_proto::{ERROR_KINDS, ErrorKind, v1};
 
 use super::exemplar::{Exemplar, SECONDS, Traced, observe_gaps, seconds};
-use super::{Seen, outcome, whole};
-use crate::failure::{BOUNDS, Bound, CAUSES, Failure};
+use super::{Labels, Seen, outcome, whole};
 use crate::membership::DEATHS;
 use crate::membership::breaker::Circuit;
 use crate::record::timeline::Phase;
@@ -137,7 +136,7 @@ impl Drop for WaitsForNode {
 }
 
 impl Own {
-    pub fn register(registry: &mut Registry) -> Self {
+    pub fn register(registry: &mut Registry, labels: &Labels) -> Self {
         let own = Self {
             requests: Family::default(),
             ttft: Traced::new(SECONDS.into_iter()),
@@ -229,13 +228,13 @@ impl Own {
         registry.register("tandem_index_blocks", "KV blocks known to be cached somewhere", own.index_blocks.clone());
         registry.register("tandem_index_evicted", "Blocks forgotten by the full index", own.index_evicted.clone());
         registry.register("tandem_index_gaps", "Gaps in nodes' streams of cache events", own.index_gaps.clone());
-        own.begin();
+        own.begin(labels);
         own
     }
 
     /// Every series that can be known is there from the start: a counter that appears at its first event has no rate
     /// for it, and an alert does not see it.
-    fn begin(&self) {
+    fn begin(&self, Labels { causes, bounds, .. }: &Labels) {
         for outcome in ERROR_KINDS.into_iter().map(outcome).chain(["ok"]) {
             let _ = self.requests.get_or_create(&Outcome { outcome });
         }
@@ -252,12 +251,11 @@ impl Own {
             let _ = self.prediction_error_ms.get_or_create(&of);
             let _ = self.prediction_error_ratio.get_or_create(&of);
         }
-        for (node_role, cause) in ROLES.into_iter().flat_map(|role| CAUSES.map(|cause| (role.as_str(), cause.as_str())))
-        {
-            let _ = self.replans.get_or_create(&Replanned { node_role, cause });
+        for (role, cause) in ROLES.into_iter().flat_map(|role| causes.iter().map(move |cause| (role, cause))) {
+            let _ = self.replans.get_or_create(&Replanned { node_role: role.as_str(), cause });
         }
-        for bound in BOUNDS {
-            let _ = self.replan_exhausted.get_or_create(&Exhausted { bound: bound.as_str() });
+        for bound in bounds {
+            let _ = self.replan_exhausted.get_or_create(&Exhausted { bound });
         }
     }
 
@@ -297,11 +295,11 @@ impl Own {
 
     /// What is looked at when somebody scrapes.
     pub fn set(&self, seen: &Seen) {
-        let Seen { nodes, breakers, requests, retrying, retry_limit, spans_dropped, index, .. } = seen;
-        self.inflight.set(whole(requests.inflight));
+        let Seen { nodes, breakers, inflight, queued, retrying, retry_limit, spans_dropped, index, .. } = seen;
+        self.inflight.set(whole(*inflight));
         self.retrying.set(whole(*retrying));
         self.retry_budget.set(whole(*retry_limit));
-        self.queued.set(whole(requests.queued));
+        self.queued.set(whole(*queued));
         self.nodes.get_or_create(&NodeRole { node_role: "prefill" }).set(nodes.prefill_nodes.into());
         self.nodes.get_or_create(&NodeRole { node_role: "decode" }).set(nodes.decode_nodes.into());
         for death in DEATHS {
@@ -351,15 +349,15 @@ impl Own {
         self.plans.get_or_create(&Planned { plan: plan.as_str() }).inc();
     }
 
-    /// A request goes on with other nodes after this failure.
-    pub fn replanned(&self, failure: &Failure) {
-        let of = Replanned { node_role: failure.role.as_str(), cause: failure.cause.as_str() };
+    /// A request goes on with other nodes after the node of this role failed.
+    pub fn replanned(&self, role: Role, cause: &'static str) {
+        let of = Replanned { node_role: role.as_str(), cause };
         self.replans.get_or_create(&of).inc();
     }
 
     /// A request failed because there were enough attempts, or they took long enough.
-    pub fn replan_exhausted(&self, bound: Bound) {
-        self.replan_exhausted.get_or_create(&Exhausted { bound: bound.as_str() }).inc();
+    pub fn replan_exhausted(&self, bound: &'static str) {
+        self.replan_exhausted.get_or_create(&Exhausted { bound }).inc();
     }
 
     /// A client took no token for so long that it was given up.
