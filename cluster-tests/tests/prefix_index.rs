@@ -16,7 +16,7 @@ use tandem_proto::v1::membership_server::MembershipServer;
 use tandem_proto::v1::node_report::Report;
 use tandem_proto::v1::{self, KvEvents, NodeReport, Role};
 use tandem_proto::{CacheSalt, SequenceHash, SequenceKey};
-use tandem_router::membership::{Expected, Membership};
+use tandem_router::membership::{Expected, JoinService, Membership};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
@@ -37,7 +37,7 @@ async fn serve(model_digest: u64, eos_token_id: u32) -> (Membership, String) {
     let membership = Membership::new(Expected { model_digest, eos_token_id }, Duration::from_secs(3));
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
-    let server = Server::builder().add_service(MembershipServer::new(membership.clone()));
+    let server = Server::builder().add_service(MembershipServer::new(JoinService::new(membership.clone(), |_| ())));
     tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
     (membership, url)
 }

@@ -11,8 +11,8 @@ use tandem_proto::v1;
 use tandem_router::capacity::{Ahead, Capacity, Demand};
 use tandem_router::membership::{Expected, Membership};
 use tandem_router::select::calibrate::Links;
-use tandem_router::select::coming::Coming;
 use tandem_router::select::cost::StepCost;
+use tandem_router::select::pending_streams::PendingStreams;
 use tandem_router::select::policy::Policy;
 use tandem_router::select::processor::Processor;
 use tandem_router::select::ways::Ways;
@@ -176,7 +176,7 @@ fn node(index: usize, rng: &mut StdRng) -> NodeView {
         reported: Work { requests, context: u64::from(requests) * 700, ..Work::default() },
         routed: Work::default(),
         held: Work::default(),
-        coming: Coming::default(),
+        pending_streams: PendingStreams::default(),
         processor: Processor::reported(Some(&v1::Processor { id: index as u64 + 1, cores: 8, threads: 8 })),
         step_cost: StepCost {
             base_ms: 3.0 * speed,

@@ -24,7 +24,7 @@ use crate::flow::retry_budget::{Retries, RetryBudget};
 use crate::generation::{GenerationEvent, GenerationRequest};
 use crate::intake::Intake;
 use crate::limits::Limits;
-use crate::membership::Membership;
+use crate::membership::{JoinService, Membership};
 use crate::metrics::{Metrics, Seen};
 use crate::text::ModelText;
 use crate::traces::{DEFAULT_RING, JaegerUi, Traces};
@@ -118,15 +118,13 @@ impl Service {
         let Telling { exporter, sample_ratio, ring } = telling.into();
         let admission = Admission::new(&limits, membership.clone(), keys.required());
         let traces = Traces::new(ring);
-        let (strays, collector) = (traces.clone(), exporter.clone());
-        membership.when_strays(move |packed| collector.export(strays.stray(packed)));
         let flow = flow::Shared {
             cache_salts: CacheSalts::new(membership.cache_secret()),
             membership,
             exporter,
             traces,
             sample_ratio,
-            metrics: Metrics::new(&model.model_name, &instance),
+            metrics: Metrics::new(&model.model_name, &instance, &flow::labels()),
             admission,
             retry_budget: RetryBudget::new(limits.retry_budget_percent),
             limits,
@@ -344,18 +342,22 @@ impl Service {
     /// `/metrics`: the content type and the text that a scraper with this `Accept` header understands.
     pub fn metrics_text(&self, accept: Option<&str>) -> (&'static str, String) {
         let flow = &self.flow;
-        let requests = flow.admission.counts();
-        let Retries { now: retrying, limit: retry_limit } = flow.retry_budget.retries(requests.inflight);
+        let (Counts { inflight, queued }, intake) = (flow.admission.counts(), self.intake.load());
+        let Retries { now: retrying, limit: retry_limit } = flow.retry_budget.retries(inflight);
         let seen = Seen {
             nodes: flow.membership.totals(),
             breakers: flow.membership.breakers(clock::now()),
-            requests,
+            inflight,
+            queued,
             retrying,
             retry_limit,
             tenants: self.tenants(),
             depths: flow.admission.depths_of(self.keys.names()),
             spans_dropped: flow.exporter.dropped(),
-            intake: self.intake.load(),
+            body_bytes: intake.body_bytes,
+            texts_working: intake.working,
+            texts_waiting: intake.waiting,
+            intake_refused: intake.refused,
             strangers: flow.membership.strangers().refused(),
             registrations: flow.membership.refusals().counts(),
             index: flow.membership.index(),
@@ -380,6 +382,12 @@ impl Service {
         &self.flow.membership
     }
 
+    /// The service for nodes, which fills the table.
+    pub fn join_service(&self) -> JoinService {
+        let (traces, exporter) = (self.flow.traces.clone(), self.flow.exporter.clone());
+        JoinService::new(self.flow.membership.clone(), move |packed| exporter.export(traces.stray(packed)))
+    }
+
     /// Takes no new request and waits until the running ones have ended or `limit` has passed.
     pub async fn drain(&self, limit: std::time::Duration) {
         self.flow.admission.drain(limit).await;
@@ -402,7 +410,7 @@ pub fn no_trace(id: &str) -> Error {
 ///
 /// # Errors
 /// `Internal`, with what has `failed`: the work panicked.
-pub async fn beside<T: Send + 'static>(
+pub async fn run_blocking<T: Send + 'static>(
     failed: &'static str,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Error> {

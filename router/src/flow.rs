@@ -5,17 +5,17 @@
 //!
 //! - [`check`]: what a request must be (pure). [`admit`]: its place. [`crate::admission`]: who may start.
 //! - [`progress`]: the request and its answer so far (pure).
-//! - [`attempt`]: the nodes of a plan and the calls to them; [`legs`]: the calls; [`exchange`]: what they may say
-//!   (pure).
+//! - [`attempt`]: the nodes of a plan and the calls to them; [`legs`]: the calls; [`attempt_protocol`]: which events
+//!   they may bring (pure).
 //! - [`replan`]: whether there is another attempt (pure). [`next_attempt`]: how it comes about. [`find_nodes`]: the
 //!   search for its nodes. [`retry_budget`]: how many requests may be there at once.
 //! - `conclusion.rs`: the end of a request. [`refused`]: what is left of one that never ran.
 //! - [`crate::record`]: what is known of it at its end: phases, pace, timings and spans (pure).
 pub mod admit;
 pub mod attempt;
+pub mod attempt_protocol;
 pub mod check;
 mod conclusion;
-pub mod exchange;
 pub mod find_nodes;
 pub mod legs;
 pub mod next_attempt;
@@ -36,23 +36,23 @@ use tracing::Instrument;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::admission::cache_salt::CacheSalts;
-use crate::admission::{Admission, ENDING, Entry, Slot};
+use crate::admission::{Admission, ENDING, Entry, REASONS, Reason, Slot};
 use crate::caller::Parent;
 use crate::capacity::Demand;
-use crate::failure::Failure;
+use crate::failure::{BOUNDS, Bound, CAUSES, Cause, Failure};
 use crate::generation::{GenerationEvent, GenerationRequest};
 use crate::limits::Limits;
 use crate::membership::{Membership, Route};
-use crate::metrics::Metrics;
+use crate::metrics::{Labels, Metrics};
 use crate::record::drafts::Drafts;
-use crate::record::pace::{Arrivals, Pace};
 use crate::record::timeline::{Phase, Timeline};
+use crate::record::token_pace::{Arrivals, TokenPace};
 use crate::record::{Chosen, Identities, Names, Record};
 use crate::select::{NoPair, Plan, Wish};
 use crate::text::{ModelText, TextStream};
-use crate::traces::{Traces, join};
+use crate::traces::{Traces, append_pack};
 use attempt::{Attempt, Happening};
-use exchange::{Exchange, Step};
+use attempt_protocol::{AttemptProtocol, Step};
 use legs::Rest;
 use progress::Progress;
 use replan::Replan;
@@ -105,6 +105,15 @@ impl Shared {
     }
 }
 
+/// What the flow gives metrics for labels.
+pub fn labels() -> Labels {
+    Labels {
+        refusals: REASONS.map(Reason::as_str).into(),
+        causes: CAUSES.map(Cause::as_str).into(),
+        bounds: BOUNDS.map(Bound::as_str).into(),
+    }
+}
+
 type Client = mpsc::Sender<Result<GenerationEvent, Error>>;
 
 /// Lets a request that has its place run on a task of its own until `cancel` fires.
@@ -130,7 +139,7 @@ pub fn start(
         identities,
         state: parent.map(|parent| parent.state.clone()).unwrap_or_default(),
         timeline: Timeline::new(request.received),
-        pace: Pace::default(),
+        pace: TokenPace::default(),
         chosen: None,
         replans: Vec::new(),
         verified: None,
@@ -246,7 +255,8 @@ impl Run {
         let route = routed.map_err(|why| refusal(&why)).inspect_err(|_| self.waited())?;
         self.record.timeline.end_phase(clock::now());
         let mut attempt = self.open(route);
-        // What the client waits for leaves first: the call that computes the prompt. Then the other one, and the books.
+        // The client waits for the call that computes the prompt: its connection writes before the decode call is
+        // opened, and before the books are kept.
         tokio::task::yield_now().await;
         self.waited();
         self.chosen(&attempt.route, now);
@@ -267,6 +277,33 @@ impl Run {
             }
             attempt = Box::pin(self.next_attempt(attempt, failure)).await?;
         }
+    }
+
+    /// All legs, for what is left of the answer.
+    fn open(&self, route: Route) -> Attempt {
+        let basis = self.progress.sent.len();
+        let prompt = route.prefill.is_some().then(|| self.spec(Phase::Prefill, basis));
+        let start = self.decode_start(&route, basis);
+        Attempt::open(route, prompt, start, basis)
+    }
+
+    fn decode_start(&self, route: &Route, basis: usize) -> v1::DecodeStart {
+        let now = self.record.timeline.phase();
+        let local = || v1::LocalPrefill { traceparent: self.record.identities.of(now.max(Phase::Prefill)).to_string() };
+        v1::DecodeStart {
+            spec: Some(self.spec(Phase::Decode, basis)),
+            prefill_incarnation: route.prefill.as_ref().map_or(0, |prefill| prefill.info.incarnation),
+            request_traceparent: self.record.identities.root.to_string(),
+            local: route.prefill.is_none().then(local),
+            transport: route.way().map_or_else(String::new, |way| way.build_id.to_string()),
+        }
+    }
+
+    /// What a leg is to do, with the first `basis` tokens of the answer in its prompt. Its span is a child of `phase`,
+    /// or of the later one in which it is opened.
+    fn spec(&self, phase: Phase, basis: usize) -> v1::RequestSpec {
+        let parent = self.record.timeline.phase().max(phase);
+        self.progress.spec(basis, self.record.identities.of(parent), self.deadline)
     }
 
     fn waited(&self) {
@@ -301,8 +338,8 @@ impl Run {
     async fn relay(&mut self, attempt: &mut Attempt, text: &mut TextStream) -> Result<End, Error> {
         loop {
             let happening = attempt.next(self.shared.limits.silence).await;
-            join(&mut self.spans, &std::mem::take(&mut attempt.exchange.spans));
-            self.record.drafts.add(std::mem::take(&mut attempt.exchange.drafts));
+            append_pack(&mut self.spans, &std::mem::take(&mut attempt.protocol.spans));
+            self.record.drafts.add(std::mem::take(&mut attempt.protocol.drafts));
             let step = match happening {
                 Ok(Happening::Step(step)) => step,
                 Ok(Happening::Sought(sought)) => {
@@ -320,8 +357,8 @@ impl Run {
                 }
                 Step::Verified => {
                     let (tokens, trace) = (self.travelling(attempt), self.record.identities.root);
-                    attempt.exchange.verified.iter().for_each(|kv| self.shared.metrics.handed_off(kv, tokens, trace));
-                    self.verified(&attempt.exchange);
+                    attempt.protocol.verified.iter().for_each(|kv| self.shared.metrics.handed_off(kv, tokens, trace));
+                    self.verified(&attempt.protocol);
                 }
                 Step::Token { id, logprob, top, finished } => {
                     let step = text.push(id);
@@ -329,7 +366,7 @@ impl Run {
                     let index = self.arrivals.count();
                     if index == 0 {
                         // A node's word: never more than there is.
-                        self.record.cached_tokens = attempt.exchange.cached_tokens.min(self.record.prompt_tokens);
+                        self.record.cached_tokens = attempt.protocol.cached_tokens.min(self.record.prompt_tokens);
                         attempt.route.prompt_computed(self.record.prompt_tokens - self.record.cached_tokens);
                     } else {
                         attempt.route.decode.work.generated();
@@ -350,7 +387,7 @@ impl Run {
 
     /// Tokens of this attempt's prompt whose KV has to come from the prefill node.
     fn travelling(&self, attempt: &Attempt) -> u64 {
-        let held = u64::from(attempt.exchange.held_blocks) * u64::from(attempt.route.decode.info.block_tokens);
+        let held = u64::from(attempt.protocol.held_blocks) * u64::from(attempt.route.decode.info.block_tokens);
         (u64::from(self.record.prompt_tokens) + attempt.basis as u64).saturating_sub(held)
     }
 
@@ -377,7 +414,7 @@ impl Run {
             self.replan.progressed(clock::now());
             self.retrying = None;
         }
-        self.verified(&attempt.exchange);
+        self.verified(&attempt.protocol);
     }
 
     /// The node that sent the token goes on by itself. Where an attempt before it sent the first one, the client has
@@ -392,11 +429,11 @@ impl Run {
     }
 
     /// The transfer is over for the client when decode has verified *and* the first token is out.
-    fn verified(&mut self, exchange: &Exchange) {
+    fn verified(&mut self, protocol: &AttemptProtocol) {
         let Record { timeline, verified, .. } = &mut self.record;
-        if exchange.verified.is_some() && timeline.phase() == Phase::Transfer {
+        if protocol.verified.is_some() && timeline.phase() == Phase::Transfer {
             timeline.end_phase(clock::now());
-            verified.clone_from(&exchange.verified);
+            verified.clone_from(&protocol.verified);
         }
     }
 }

@@ -24,7 +24,6 @@ use crate::api::{GenerationStream, Service, merged};
 use crate::caller::{MAX_REQUEST_ID_BYTES, Parent, is_request_id, parent, request_id};
 use crate::flow::refused::Refused;
 use crate::generation::{GenerationEvent, GenerationRequest, MAX_CHOICES};
-use crate::membership::Membership;
 use crate::text::{ModelText, SpecialTokens};
 use guard::{Guarded, Room};
 
@@ -43,9 +42,10 @@ const HEALTH_INTERVAL: Duration = Duration::from_millis(100);
 type Inference = v1::inference_server::InferenceServer<Edge>;
 
 /// What nodes need, for a port of their own.
-pub fn node_routes(membership: &Membership) -> Routes {
-    let service = v1::membership_server::MembershipServer::new(membership.clone());
-    Routes::new(membership.strangers().around(service.max_decoding_message_size(MAX_REPORT_BYTES)))
+pub fn node_routes(service: &Service) -> Routes {
+    let nodes = v1::membership_server::MembershipServer::new(service.join_service());
+    let nodes = nodes.max_decoding_message_size(MAX_REPORT_BYTES);
+    Routes::new(service.membership().strangers().around(nodes))
 }
 
 /// All gRPC services of the router, for clients and nodes on one port.
@@ -53,7 +53,7 @@ pub fn node_routes(membership: &Membership) -> Routes {
 /// # Errors
 /// The descriptor set is damaged, which would be a bug of the build.
 pub fn routes(service: &Service, health: HealthReporter) -> anyhow::Result<Routes> {
-    for_clients(node_routes(service.membership()).into(), service, health)
+    for_clients(node_routes(service).into(), service, health)
 }
 
 /// Those for clients alone: nodes have a port of their own.

@@ -1,7 +1,7 @@
 //! The prefix index: which node holds the KV of which block, by the block's sequence hash, as the nodes'
 //! [`CacheChanges`] tell it. Pure and synchronous; who asks nodes for a snapshot is [`crate::membership`]'s matter.
 //!
-//! - `changes.rs`: what nodes tell. `places.rs`: hash → entry. `entries.rs`: the entries in the order of their use.
+//! - `changes.rs`: what nodes tell. `hash_table.rs`: hash → entry. `entries.rs`: the entries in the order of their use.
 //!   `holders.rs`: sets of nodes, each kept once.
 //!
 //! **Look-up.** [`PrefixIndex::matches`] walks along the prompt with the set of nodes that hold all of it so far, and
@@ -21,8 +21,8 @@
 //! second each hold the lock 3 % of the time: shards or a lock of its own would buy nothing yet.
 mod changes;
 mod entries;
+mod hash_table;
 mod holders;
-mod places;
 
 use std::collections::HashMap;
 
@@ -30,9 +30,9 @@ use tandem_proto::SequenceHash;
 
 pub use changes::CacheChanges;
 use entries::Entries;
+use hash_table::{HashTable, place_of};
 pub use holders::MOST_NODES;
 use holders::{HolderSets, NOBODY, members};
-use places::{Places, place_of};
 
 /// Hashes that are looked up before the first of them is needed.
 const BATCH: usize = 32;
@@ -45,7 +45,7 @@ const FEWEST_SETS: usize = 64;
 /// See the head of this file.
 #[derive(Debug)]
 pub struct PrefixIndex {
-    places: Places,
+    table: HashTable,
     entries: Entries,
     sets: HolderSets,
     /// By session.
@@ -116,7 +116,7 @@ impl PrefixIndex {
 
     fn with_sets(limit: usize, sets: usize, seed: u64) -> Self {
         Self {
-            places: Places::new(),
+            table: HashTable::new(),
             entries: Entries::new(),
             sets: HolderSets::new(sets, seed),
             nodes: HashMap::new(),
@@ -303,7 +303,7 @@ impl PrefixIndex {
             return newer;
         };
         let id = self.entries.add(hash, set, newer);
-        self.places.insert(place_of(hash, self.seed), id);
+        self.table.insert(place_of(hash, self.seed), id);
         self.streams[usize::from(node)].hashes += 1;
         Some(id)
     }
@@ -342,7 +342,7 @@ impl PrefixIndex {
 
     fn drop_entry(&mut self, id: u32) {
         let entry = self.entries.remove(id);
-        self.places.remove(place_of(entry.hash, self.seed), id);
+        self.table.remove(place_of(entry.hash, self.seed), id);
         self.sets.release(entry.set);
     }
 
@@ -362,16 +362,16 @@ impl PrefixIndex {
     }
 
     fn find(&self, hash: SequenceHash) -> Option<u32> {
-        self.places.find(place_of(hash, self.seed), |id| self.entries.get(id).hash == hash)
+        self.table.find(place_of(hash, self.seed), |id| self.entries.get(id).hash == hash)
     }
 
     /// The entries of at most [`BATCH`] hashes.
     fn find_all(&self, hashes: &[SequenceHash]) -> [Option<u32>; BATCH] {
         let mixed: [u64; BATCH] = std::array::from_fn(|i| hashes.get(i).map_or(0, |hash| place_of(*hash, self.seed)));
-        let firsts = mixed.map(|mixed| self.places.first(mixed));
+        let firsts = mixed.map(|mixed| self.table.first(mixed));
         std::array::from_fn(|i| {
             let hash = *hashes.get(i)?;
-            self.places.find_from(firsts[i], mixed[i], |id| self.entries.get(id).hash == hash)
+            self.table.find_from(firsts[i], mixed[i], |id| self.entries.get(id).hash == hash)
         })
     }
 }

@@ -15,8 +15,14 @@
 //! - [`config`]: flags, resolved once; [`limits`]: those that bound requests; [`check`]: what `--check` reads;
 //!   [`reload`]: what is read again at SIGHUP.
 //!
-//! Imports go one way: edges → [`api`] → [`flow`] → [`metrics`] → [`record`] → [`membership`] → [`select`], [`index`];
-//! [`flow`] → [`admission`]. What several of them share has a file of its own below all of them.
+//! Layers, the highest first; imports go downwards, which `cluster-tests/tests/tidy.rs` checks:
+//!
+//! 1. program: [`config`], [`check`], [`reload`];
+//! 2. edge: [`http`], [`grpc`], [`page`], [`api`], [`intake`];
+//! 3. flow: [`flow`], [`admission`], [`generation`], [`caller`], [`failure`];
+//! 4. observe: [`metrics`], [`record`], [`traces`];
+//! 5. cluster: [`membership`], [`select`], [`index`], [`capacity`];
+//! 6. model: [`text`], [`template`], [`tokenizer`], [`model_file`]; and [`limits`].
 //!
 //! The router never sees a KV block: tickets pass through it, and all that it reads there is the hand-off's id.
 #![forbid(unsafe_code)]

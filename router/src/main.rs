@@ -125,7 +125,7 @@ async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     let routes = match ports.nodes {
         None => grpc::routes(&service, health.clone())?,
         Some((port, _)) => {
-            servers.spawn(grpc_server(port, grpc::node_routes(&membership), stop.clone()));
+            servers.spawn(grpc_server(port, grpc::node_routes(&service), stop.clone()));
             grpc::client_routes(&service, health.clone())?
         }
     };

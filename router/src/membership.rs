@@ -6,29 +6,31 @@
 //! A node is dead when its stream ends, when it was silent for the lease, or when another incarnation takes its name.
 //! That is a verdict on this router's session with it and on what this router booked there, a *life* of the node: other
 //! routers have theirs. A dead life does not come back ([`fence`]), and its calls are refused by the node. A node that
-//! fails its requests is alive, but tried last for a while ([`breaker`]). Who waits for room ([`room`]) learns by
-//! [`Capacity::freed`] when there may be some.
+//! fails its requests is alive, but tried last for a while ([`breaker`]). Who waits for room
+//! ([`node_capacity`]) learns by [`Capacity::freed`] when there may be some.
 mod accepts;
 mod answers;
 mod booking;
 pub mod breaker;
 mod entry;
 pub mod fence;
-pub mod join;
+mod join;
 mod node;
+mod node_capacity;
+mod node_client;
+mod notice;
 pub mod now;
 pub mod origin;
-mod reach;
 mod refusals;
 mod registration;
-mod room;
 mod route;
 mod table;
+mod table_lock;
 mod totals;
 mod wire;
 
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tandem_telemetry::clock;
 
@@ -45,15 +47,17 @@ use crate::index::{CacheChanges, Gap, IndexTotals, MOST_NODES, PrefixIndex};
 use crate::select::ways::Fallbacks;
 use crate::select::{self, LocalPrefill, NoPair, Wish};
 pub use accepts::{Accepts, NotYet};
+pub use join::JoinService;
 pub use node::Node;
+use node_capacity::BlockDemand;
+use node_client::Connector;
+pub use node_client::NodeClient;
 use now::ClusterNow;
 use origin::NodeEndpoints;
-pub use reach::Calls;
-use reach::Reaching;
 pub use refusals::Refusals;
-use room::Wanted;
 pub use route::Route;
 use table::{Booked, Table};
+use table_lock::TableLock;
 pub use totals::{Breakers, DEATHS, Death, Totals};
 
 /// Nodes at most; the next one is refused.
@@ -75,70 +79,44 @@ pub struct Expected {
 /// Handle to the node table.
 #[derive(Clone, Debug)]
 pub struct Membership {
-    table: Arc<Mutex<Table>>,
+    table: Arc<TableLock>,
     /// Nodes came or went.
     changed: Arc<Notify>,
     /// There may be room that there was not.
     freed: Arc<Notify>,
     expected: Expected,
     lease: Duration,
-    reaching: Reaching,
+    connector: Connector,
     endpoints: NodeEndpoints,
     /// Who may join.
     strangers: JoinGuard,
     cache_secret: Option<[u8; 32]>,
     refusals: Refusals,
     choice: select::Settings,
-    strays: Strays,
-}
-
-/// Given the spans, packed, that nodes tell outside of their calls.
-#[derive(Clone, Default)]
-struct Strays(Arc<OnceLock<TakeSpans>>);
-
-type TakeSpans = Box<dyn Fn(&[u8]) + Send + Sync>;
-
-impl std::fmt::Debug for Strays {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Strays")
-    }
 }
 
 impl Membership {
     /// An empty table for pairs. Nodes that do not match `expected` are refused.
     pub fn new(expected: Expected, lease: Duration) -> Self {
         let index = PrefixIndex::new(DEFAULT_INDEX_BLOCKS, rand::random());
-        let table = Arc::new(Mutex::new(Table::new(breaker::Settings::default(), index, lease)));
-        let (reaching, choice) = (Reaching::default(), select::Settings::default());
+        let table = Arc::new(TableLock::new(Table::new(breaker::Settings::default(), index, lease)));
+        let (connector, choice) = (Connector::default(), select::Settings::default());
         let (changed, freed, strangers) = (Arc::default(), Arc::default(), JoinGuard::default());
-        let (strays, endpoints, refusals) = (Strays::default(), NodeEndpoints::default(), Refusals::default());
+        let (endpoints, refusals) = (NodeEndpoints::default(), Refusals::default());
         let cache_secret = None;
-        Self {
-            table,
-            changed,
-            freed,
-            expected,
-            lease,
-            reaching,
-            endpoints,
-            strangers,
-            cache_secret,
-            refusals,
-            choice,
-            strays,
-        }
+        Self { table, changed, freed, expected, lease, connector, endpoints, strangers, cache_secret, refusals, choice }
     }
 
     /// The same, for nodes that have this token: they show it to join, and are shown it by each call.
     pub fn with_join_token(self, token: Option<&JoinToken>) -> Self {
-        let reaching = Reaching::Network { token: token.map(JoinToken::header), tls: None };
+        let connector = Connector::Network { token: token.map(JoinToken::header), tls: None };
         let cache_secret = token.map(|token| token.derive("tandem cache salts"));
-        Self { reaching, strangers: JoinGuard::new(token), cache_secret, ..self }
+        Self { connector, strangers: JoinGuard::new(token), cache_secret, ..self }
     }
 
     /// The same, for nodes that have certificates, if this router has one.
     pub fn with_node_tls(self, tls: Option<&NodeTls>) -> Self {
-        Self { reaching: self.reaching.within(tls), strangers: self.strangers.within(tls), ..self }
+        Self { connector: self.connector.within(tls), strangers: self.strangers.within(tls), ..self }
     }
 
     /// The same, with decode nodes that compute prompts, too.
@@ -158,27 +136,27 @@ impl Membership {
 
     /// An empty table with other settings for the nodes' circuit breakers.
     pub fn with_breakers(self, settings: breaker::Settings) -> Self {
-        lock(&self.table).set_breakers(settings);
+        self.table.with(|table| table.set_breakers(settings));
         self
     }
 
     /// An empty table that knows who has cached at most so many blocks.
     pub fn with_index_blocks(self, blocks: usize) -> Self {
-        lock(&self.table).set_index(PrefixIndex::new(blocks, rand::random()));
+        self.table.with(|table| table.set_index(PrefixIndex::new(blocks, rand::random())));
         self
     }
 
     /// The same, with choices that are drawn from here on: routers that know the same of their nodes do not all take
     /// the same one.
     pub fn drawing_from(self, turn: u64) -> Self {
-        lock(&self.table).draw_from(turn);
+        self.table.with(|table| table.draw_from(turn));
         self
     }
 
     /// The same, for nodes of this process: `find` gives the services of one that registers, whatever its endpoint is.
     /// For simulations and tests.
-    pub fn in_process(self, find: impl Fn(&v1::Register) -> Calls + Send + Sync + 'static) -> Self {
-        Self { reaching: Reaching::InProcess(Arc::new(find)), ..self }
+    pub fn in_process(self, find: impl Fn(&v1::Register) -> NodeClient + Send + Sync + 'static) -> Self {
+        Self { connector: Connector::InProcess(Arc::new(find)), ..self }
     }
 
     /// Silence after which a node is dead.
@@ -197,7 +175,7 @@ impl Membership {
     /// As [`Self::register`]; `Incompatible` for an endpoint that is another host's.
     pub async fn admits(&self, info: &v1::Register, peer: Option<IpAddr>) -> Result<Authority, Error> {
         let (_, endpoint) = registration::check(info, &self.expected)?;
-        lock(&self.table).admits(info, clock::now())?;
+        self.table.with(|table| table.admits(info, clock::now()))?;
         match (self.endpoints, peer) {
             (NodeEndpoints::Own, Some(peer)) => origin::address(info, &endpoint, peer).await,
             _ => Ok(endpoint),
@@ -221,8 +199,8 @@ impl Membership {
     /// As [`Self::register`].
     fn register_at(&self, endpoint: Authority, info: v1::Register, now: Instant) -> Result<Arc<Node>, Error> {
         let (role, _) = registration::check(&info, &self.expected)?;
-        let calls = self.reaching.reach(&info, role, endpoint);
-        let node = lock(&self.table).insert(|session| Node::new(session, role, info, calls), now);
+        let client = self.connector.client(&info, role, endpoint);
+        let node = self.table.with(|table| table.insert(|session| Node::new(session, role, info, client), now));
         self.changed.notify_waiters();
         self.freed.notify_one();
         node
@@ -230,7 +208,7 @@ impl Membership {
 
     /// Takes a load report.
     pub fn report(&self, session: u64, load: &v1::Load, now: Instant) {
-        lock(&self.table).report(session, load, now);
+        self.table.with(|table| table.report(session, load, now));
         self.freed.notify_one();
     }
 
@@ -239,30 +217,34 @@ impl Membership {
     /// # Errors
     /// [`Gap`]: the node is to be asked for a snapshot, once.
     pub fn kv_events(&self, session: u64, changes: &CacheChanges, now: Instant) -> Result<(), Gap> {
-        lock(&self.table).kv_events(session, changes, now)
+        self.table.with(|table| table.kv_events(session, changes, now))
     }
 
     /// The node takes no new work from now on.
     pub fn draining(&self, session: u64, now: Instant) {
-        lock(&self.table).draining(session, now);
+        self.table.with(|table| table.draining(session, now));
         self.freed.notify_one();
     }
 
     /// The stream of this session ended: takes its node out, and ends its requests unless it had drained.
     pub fn leave(&self, session: u64, why: &str) {
-        lock(&self.table).leave(session, why, clock::now());
+        self.table.with(|table| table.leave(session, why, clock::now()));
         self.changed.notify_waiters();
         self.freed.notify_one();
     }
 
     /// Ends all nodes: their streams close. For the router's own end.
     pub fn close(&self) {
-        lock(&self.table).clear("the router is shutting down");
+        self.table.with(|table| table.clear("the router is shutting down"));
     }
 
     /// Ends every node whose last report is older than the lease.
     pub fn expire(&self, now: Instant) {
-        let expired = lock(&self.table).expire(now, self.lease);
+        let expired = self.table.with(|table| table.expire(now, self.lease));
+        self.tell_expired(expired);
+    }
+
+    fn tell_expired(&self, expired: bool) {
         if expired {
             self.changed.notify_waiters();
             self.freed.notify_one();
@@ -288,9 +270,7 @@ impl Membership {
     /// # Errors
     /// [`NoPair`].
     pub fn route(&self, demand: &Demand, wish: &Wish, now: Instant) -> Result<Route, NoPair> {
-        let mut table = self.watched_table(now);
-        let booked = table.route(demand, wish, &self.choice, now)?;
-        drop(table);
+        let booked = self.with_watched(now, |table| table.route(demand, wish, &self.choice, now))?;
         Ok(self.booked(booked))
     }
 
@@ -299,22 +279,19 @@ impl Membership {
     /// # Errors
     /// [`NotYet`].
     pub fn route_again(&self, demand: &Demand, wish: &Wish, accepts: Accepts, now: Instant) -> Result<Route, NotYet> {
-        let mut table = self.watched_table(now);
-        let booked = table.route_again(demand, wish, accepts, &self.choice, now)?;
-        drop(table);
-        Ok(self.booked(booked))
+        let again = |table: &mut Table| table.route_again(demand, wish, accepts, &self.choice, now);
+        Ok(self.booked(self.with_watched(now, again)?))
     }
 
     /// The table, without the nodes that have given this router up while it stood still: requests wake as early as
     /// [`Self::watch`] does.
-    fn watched_table(&self, now: Instant) -> MutexGuard<'_, Table> {
-        let table = lock(&self.table);
-        if !table.stood_still(now, self.lease) {
-            return table;
-        }
-        drop(table);
-        self.expire(now);
-        lock(&self.table)
+    fn with_watched<T>(&self, now: Instant, change: impl FnOnce(&mut Table) -> T) -> T {
+        let (expired, result) = self.table.with(|table| {
+            let expired = table.stood_still(now, self.lease) && table.expire(now, self.lease);
+            (expired, change(table))
+        });
+        self.tell_expired(expired);
+        result
     }
 
     fn booked(&self, Booked { prefill, decode, candidates, apart }: Booked) -> Route {
@@ -326,41 +303,28 @@ impl Membership {
     /// How soon the first token of a request would come that was routed now; `None` where no node has measured its
     /// steps, or there are no nodes for it. Books nothing.
     pub fn predict(&self, demand: &Demand, now: Instant) -> Option<Predicted> {
-        let mut table = lock(&self.table);
-        let soonest = table.predict(demand, &self.choice, now)?;
-        drop(table);
+        let soonest = self.table.with(|table| table.predict(demand, &self.choice, now))?;
         let time = |ms: f64| Duration::try_from_secs_f64(ms / 1e3).ok();
         let prefill_ms = soonest.terms.prefill_ms;
         Some(Predicted { wait: time(soonest.ttft_ms() - prefill_ms)?, prefill: time(prefill_ms)? })
     }
 
-    /// From now on `listener` gets the spans that nodes tell outside of their calls. Only the first one counts.
-    pub fn when_strays(&self, listener: impl Fn(&[u8]) + Send + Sync + 'static) {
-        if self.strays.0.set(Box::new(listener)).is_err() {
-            tracing::debug!("somebody listens to nodes' spans already");
-        }
-    }
-
-    fn stray(&self, packed: &[u8]) {
-        if let Some(listener) = self.strays.0.get() {
-            listener(packed);
-        }
-    }
-
     /// What a request needs whose answer may have `max_tokens` and will be as long as answers have been lately. What is
     /// cached of its prompt is left open.
     pub fn demand(&self, prompt_tokens: u32, max_tokens: u32) -> Demand {
-        let answer_tokens = lock(&self.table).answers.usual(max_tokens);
+        let answer_tokens = self.table.with(|table| table.answers.usual(max_tokens));
         Demand { prompt_tokens, max_tokens, answer_tokens, hashes: Vec::new() }
     }
 
     /// The same with the names that its prompt's blocks have for requests with this salt.
     pub fn demand_of(&self, prompt: &[u32], max_tokens: u32, salt: CacheSalt) -> Demand {
-        let block_tokens = lock(&self.table).block_tokens().max(1) as usize;
+        let (block_tokens, answer_tokens) =
+            self.table.with(|table| (table.block_tokens().max(1) as usize, table.answers.usual(max_tokens)));
         // A node always computes the last token, whose logits give the next one: its block is never all reused.
         let reusable = prompt.len().saturating_sub(1) / block_tokens * block_tokens;
         let hashes = sequence_hashes(self.sequence_key(salt), &prompt[..reusable], block_tokens);
-        Demand { hashes, ..self.demand(u32::try_from(prompt.len()).unwrap_or(u32::MAX), max_tokens) }
+        let prompt_tokens = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
+        Demand { prompt_tokens, max_tokens, answer_tokens, hashes }
     }
 
     fn sequence_key(&self, cache_salt: CacheSalt) -> SequenceKey {
@@ -374,42 +338,44 @@ impl Membership {
 
     /// Whether nodes are there that take new work: a compatible pair or, with local prefill, a decode node.
     pub fn has_pair(&self) -> bool {
-        lock(&self.table).has_pair(self.choice.local)
+        self.table.with(|table| table.has_pair(self.choice.local))
     }
 
     /// An answer of so many tokens was complete: what [`Self::demand`] learns from.
     pub fn answered(&self, tokens: u32) {
-        lock(&self.table).answers.ended(tokens);
+        self.table.with(|table| table.answers.ended(tokens));
     }
 
     /// Tokens of prompt and answer that fit the largest decode node; nothing while there is none.
     pub fn most_tokens(&self) -> Option<u32> {
-        lock(&self.table).most_tokens()
+        self.table.with(|table| table.most_tokens())
     }
 
     /// Sums over all nodes.
     pub fn totals(&self) -> Totals {
-        lock(&self.table).totals()
+        self.table.with(|table| table.totals())
     }
 
     /// What is known of the nodes' caches.
     pub fn index(&self) -> IndexTotals {
-        lock(&self.table).index()
+        self.table.with(|table| table.index())
     }
 
     /// The state of all circuit breakers at `now`.
     pub fn breakers(&self, now: Instant) -> Breakers {
-        lock(&self.table).breakers(now)
+        self.table.with(|table| table.breakers(now))
     }
 
     /// How often pairs of nodes went over from one way for their KV to another, by their names.
     pub fn way_fallbacks(&self) -> Fallbacks {
-        lock(&self.table).fallbacks()
+        self.table.with(|table| table.fallbacks())
     }
 
     /// The nodes, their links, and who left, for people.
     pub fn now(&self) -> ClusterNow {
-        lock(&self.table).now(clock::now())
+        let mut now = self.table.with(|table| table.now(clock::now()));
+        now.nodes.sort_by(|a, b| a.node.info.node_id.cmp(&b.node.info.node_id));
+        now
     }
 
     /// The nodes as `/debug/cluster` shows them, by name.
@@ -430,19 +396,15 @@ impl Capacity for Membership {
     /// ever hold it there is: then [`Self::route`] says why not. Nodes that are tried last count only where no others
     /// make a plan.
     fn has_room(&self, demand: &Demand, ahead: &Ahead, node_queue: u32, now: Instant) -> bool {
-        let mut table = lock(&self.table);
-        let wanted = Wanted::of(demand, ahead, node_queue, table.block_tokens());
-        table.has_room(wanted, demand, &self.choice, now)
+        self.table.with(|table| {
+            let wanted = BlockDemand::of(demand, ahead, node_queue, table.block_tokens());
+            table.has_room(wanted, demand, &self.choice, now)
+        })
     }
 
     fn freed(&self) -> &Notify {
         &self.freed
     }
-}
-
-/// The table has no invariant that a panicking holder could break half-way: go on with it.
-fn lock(table: &Mutex<Table>) -> MutexGuard<'_, Table> {
-    table.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -19,15 +19,12 @@ use prometheus_client::registry::Registry;
 use tandem_ports::Occupancy;
 use tandem_proto::{Error, ErrorKind, TraceContext, v1};
 
-use crate::admission::{Counts, Reason};
-use crate::failure::{Bound, Failure};
 use crate::index::IndexTotals;
-use crate::intake::Load;
 use crate::membership::{Breakers, Totals};
 use crate::record::Record;
-use crate::record::pace::Arrivals;
-use crate::select::Plan;
+use crate::record::token_pace::Arrivals;
 use crate::select::ways::Fallbacks;
+use crate::select::{Plan, Role};
 use admission::AdmissionMetrics;
 use exemplar::Exemplar;
 use own::Own;
@@ -53,6 +50,17 @@ pub struct Metrics {
     scraping: Arc<Mutex<()>>,
 }
 
+/// Values of labels that the layers above give: their series are there from the start.
+#[derive(Clone, Debug, Default)]
+pub struct Labels {
+    /// Why a request is refused before it starts.
+    pub refusals: Vec<&'static str>,
+    /// What the failure of a node may be.
+    pub causes: Vec<&'static str>,
+    /// What ends the attempts of a request.
+    pub bounds: Vec<&'static str>,
+}
+
 /// What is looked at when somebody scrapes.
 #[derive(Clone, Debug, Default)]
 pub struct Seen {
@@ -60,8 +68,10 @@ pub struct Seen {
     pub nodes: Totals,
     /// Their circuit breakers.
     pub breakers: Breakers,
-    /// Requests by state.
-    pub requests: Counts,
+    /// Requests that are admitted and have not ended.
+    pub inflight: usize,
+    /// Requests in the queue.
+    pub queued: usize,
     /// Those of them that are retries.
     pub retrying: usize,
     /// Requests that may be retries at once.
@@ -74,8 +84,14 @@ pub struct Seen {
     pub spans_dropped: u64,
     /// What is known of the nodes' caches.
     pub index: IndexTotals,
-    /// Bodies and texts on their way to the queue.
-    pub intake: Load,
+    /// Bytes taken by large bodies on their way to the queue.
+    pub body_bytes: usize,
+    /// Texts that are parsed or tokenized.
+    pub texts_working: usize,
+    /// Texts that wait for that.
+    pub texts_waiting: usize,
+    /// Requests refused because there were too many of these.
+    pub intake_refused: u64,
     /// Calls to join without the cluster's token.
     pub strangers: u64,
     /// Registrations that were refused, by kind.
@@ -88,11 +104,12 @@ pub struct Seen {
 
 impl Metrics {
     /// All at zero.
-    pub fn new(model_name: &str, instance: &str) -> Self {
+    pub fn new(model_name: &str, instance: &str, labels: &Labels) -> Self {
         let mut registry = Registry::default();
         let who = [("role".into(), "router".into()), ("instance".into(), instance.to_owned().into())];
         let registered = registry.sub_registry_with_labels(who.into_iter());
-        let (own, admission) = (Own::register(registered), AdmissionMetrics::register(registered));
+        let (own, admission) =
+            (Own::register(registered, labels), AdmissionMetrics::register(registered, &labels.refusals));
         let ports = PortMetrics::register(registered);
         let ways = WayMetrics::register(registered);
         let model = ("model_name".into(), model_name.to_owned().into());
@@ -106,7 +123,7 @@ impl Metrics {
     }
 
     /// Why it was refused, where it was not the request's own fault.
-    pub fn turned_away(&self, reason: Reason) {
+    pub fn turned_away(&self, reason: &'static str) {
         self.admission.refused(reason);
     }
 
@@ -147,21 +164,19 @@ impl Metrics {
         self.own.planned(plan);
     }
 
-    /// An attempt of a request failed, whatever comes after it.
-    pub fn failed(&self, failure: &Failure) {
-        if failure.of_handoff() {
-            self.own.handoff_failed();
-            self.vllm.cache.handoff_failed();
-        }
+    /// An attempt of a request failed because KV did not come from one node to the other.
+    pub fn handoff_failed(&self) {
+        self.own.handoff_failed();
+        self.vllm.cache.handoff_failed();
     }
 
-    /// A request goes on with other nodes after this failure.
-    pub fn replanned(&self, failure: &Failure) {
-        self.own.replanned(failure);
+    /// A request goes on with other nodes after the node of this role failed.
+    pub fn replanned(&self, role: Role, cause: &'static str) {
+        self.own.replanned(role, cause);
     }
 
     /// A request failed because there were enough attempts, of its own or of all, or they took long enough.
-    pub fn replan_exhausted(&self, bound: Bound) {
+    pub fn replan_exhausted(&self, bound: &'static str) {
         self.own.replan_exhausted(bound);
     }
 
@@ -182,7 +197,7 @@ impl Metrics {
         self.admission.set(seen);
         self.ports.set(&seen.ports);
         self.ways.set(&seen.way_fallbacks);
-        self.vllm.set(&seen.nodes, seen.requests, self.own.waiting_for_node());
+        self.vllm.set(seen, self.own.waiting_for_node());
         let mut text = String::new();
         if encode(&mut text, &self.registry).is_err() {
             tracing::error!("metrics could not be written");
@@ -240,16 +255,20 @@ mod tests {
     use super::exemplar::TraceId;
     use super::*;
     use crate::membership::breaker::Circuit;
-    use crate::select::Role;
+
+    fn metrics() -> Metrics {
+        let refusals = vec!["queue_full", "tenant_share", "draining"];
+        Metrics::new("m", "r0", &Labels { refusals, causes: vec!["died"], bounds: vec!["attempts", "time"] })
+    }
 
     fn text(accept: Option<&str>) -> String {
-        let metrics = Metrics::new("m", "r0");
+        let metrics = metrics();
         metrics.refused(ErrorKind::Overloaded);
         metrics.own.ttft.observe(0.02, Some(Exemplar { trace_id: TraceId([0xab; 16]) }), None);
         let breakers = Breakers { nodes: vec![(Role::Decode, "d0".into(), Circuit::Open)], opened: [0, 3] };
-        metrics.replan_exhausted(Bound::Time);
+        metrics.replan_exhausted("time");
         let _waits = metrics.waits_for_node();
-        metrics.turned_away(Reason::TenantShare);
+        metrics.turned_away("tenant_share");
         metrics.waited(
             -3,
             Duration::from_millis(20),
@@ -299,7 +318,7 @@ mod tests {
 
     #[test]
     fn what_has_not_happened_yet_is_zero() {
-        let text = Metrics::new("m", "r0").text(None, &Seen::default()).1;
+        let text = metrics().text(None, &Seen::default()).1;
         for series in [
             "tandem_requests_total{role=\"router\",instance=\"r0\",outcome=\"corrupt\"}",
             "tandem_requests_total{role=\"router\",instance=\"r0\",outcome=\"ok\"}",

@@ -21,7 +21,7 @@ use tandem_proto::{Error, ErrorKind, v1};
 use tandem_telemetry::clock::{self, clock};
 use tokio::sync::{Mutex, Notify, OwnedSemaphorePermit, Semaphore, broadcast};
 
-use crate::api::{Service, beside};
+use crate::api::{Service, run_blocking};
 use row::Row;
 use view::{Look, View};
 
@@ -134,7 +134,7 @@ impl Page {
                 let _turn = turn;
                 Row::read(since.traces.iter().flatten().map(|own| without_events(&own())), MAX_READ_FIRST)
             };
-            beside("the traces cannot be read", read).await.unwrap_or_default()
+            run_blocking("the traces cannot be read", read).await.unwrap_or_default()
         };
         let cluster = service.membership().now();
         let look = Look {

@@ -2,12 +2,13 @@
 //! spans for the trace. Pure but for span identities, which the caller draws at the start. [`crate::flow`] fills it,
 //! [`crate::metrics`] reads it.
 //!
-//! - [`timeline`]: the phases that the client waits for. [`pace`]: how its tokens come. [`drafts`]: guesses at them.
+//! - [`timeline`]: the phases that the client waits for. [`token_pace`]: how its tokens come. [`drafts`]: guesses at
+//!   them.
 //! - `spans.rs`: what the trace tells of it.
 pub mod drafts;
-pub mod pace;
 mod spans;
 pub mod timeline;
+pub mod token_pace;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,8 +21,8 @@ use crate::membership::Route;
 use crate::select::ways::Apart;
 use crate::select::{self, Candidate, Plan, Role};
 use drafts::Drafts;
-use pace::Pace;
 use timeline::{Phase, Timeline};
+use token_pace::TokenPace;
 
 /// This service's name in traces.
 pub const SERVICE: &str = "tandem-router";
@@ -165,7 +166,7 @@ pub struct Record {
     /// Of its phases.
     pub timeline: Timeline,
     /// How its tokens came.
-    pub pace: Pace,
+    pub pace: TokenPace,
     /// The first plan, once chosen.
     pub chosen: Option<Chosen>,
     /// What came after it, in order.
@@ -210,7 +211,7 @@ impl Record {
 
     /// Mean time per token after the first; `None` below two tokens.
     pub fn tpot(&self) -> Option<Duration> {
-        self.pace.rhythm.map(|rhythm| rhythm.mean)
+        self.pace.itl.map(|itl| itl.mean)
     }
 
     /// Which of the objectives it kept by which its nodes were chosen. What did not take place took no time.
@@ -254,7 +255,7 @@ impl Record {
             decode_ms: phase(Phase::Decode),
             e2e_ms: ms(self.e2e()),
             tpot_ms: self.tpot().map_or(0.0, ms),
-            handoff_gap_ms: self.pace.rhythm.map_or(0.0, |rhythm| ms(rhythm.first)),
+            handoff_gap_ms: self.pace.itl.map_or(0.0, |itl| ms(itl.first)),
             kv_bytes: kv.map_or(0, |kv| kv.bytes),
             kv_blocks: kv.map_or(0, |kv| kv.blocks),
             kv_transport: kv.map(|kv| kv.transport.clone()).unwrap_or_default(),
@@ -262,7 +263,7 @@ impl Record {
             prefill_instance: name(Names::prefill),
             decode_instance: name(Names::decode),
             replans: self.replan_count(),
-            longest_gap_ms: self.pace.rhythm.map_or(0.0, |rhythm| ms(rhythm.longest)),
+            longest_gap_ms: self.pace.itl.map_or(0.0, |itl| ms(itl.longest)),
             predicted_ttft_ms: self.predicted_ttft_ms().unwrap_or(0.0),
             drafted_tokens: self.drafts.drafted,
             accepted_tokens: self.drafts.accepted,

@@ -4,14 +4,15 @@
 //! A plan is a pair, a prefill and a decode node, or *local prefill*: the decode node computes the prompt itself. The
 //! joint policy takes the plan with the least predicted cost, over all pairs that fit together and all local ones:
 //!
-//! `wait for prefill + prefill + exposed transfer + wait for decode + harm + step · (TTFT objective / TPOT objective)`
+//! `wait for prefill + prefill + exposed transfer + wait for decode + interference +
+//! step · (TTFT objective / TPOT objective)`
 //!
 //! All but the last are milliseconds that a client waits once, for its first or its second token. The step comes again
 //! with each token, and its weight is how many milliseconds of TTFT one of TPOT is worth by the operator's objectives:
-//! it is the cost `ttft / ttft_objective + tpot / tpot_objective`, in milliseconds of TTFT. The harm is the second part
-//! of that for the requests that run there. [`Terms`] says what each term is, [`cost`] how it is predicted,
-//! [`calibrate`] what predictions learn, [`backlog`] how a queue is worked off between two reports, [`coming`] who runs
-//! there later, [`processor`] which nodes are in each other's way. Work that was routed after a node's last report
+//! it is the cost `ttft / ttft_objective + tpot / tpot_objective`, in milliseconds of TTFT. Interference is the
+//! second part of that for the requests that run there. [`Terms`] says what each term is, [`cost`] how it is predicted,
+//! [`calibrate`] what predictions learn, [`backlog`] how a queue is worked off between two reports, [`pending_streams`]
+//! which streams begin later, [`processor`] which nodes share cores. Work that was routed after a node's last report
 //! counts as if the node had reported it.
 //!
 //! Before the cost come three ranks, in this order: no node whose circuit breaker is shut; nothing that failed this
@@ -26,9 +27,9 @@
 //! have a way for the KV in common: [`ways`].
 pub mod backlog;
 pub mod calibrate;
-pub mod coming;
 pub mod cost;
 pub mod numerics;
+pub mod pending_streams;
 mod plan;
 pub mod policy;
 pub mod processor;
@@ -40,9 +41,9 @@ use std::sync::Arc;
 
 use crate::capacity::Demand;
 use calibrate::Links;
-use coming::Coming;
 use cost::StepCost;
 use numerics::Numerics;
+use pending_streams::PendingStreams;
 pub use plan::{Candidate, NoPair, PLANS, Plan, Terms};
 use policy::{Policy, of_two};
 use processor::Processor;
@@ -144,7 +145,7 @@ pub struct NodeView {
     /// All that this router has on it, whatever is reported: also requests that wait there for blocks.
     pub held: Work,
     /// Of the requests, those that do not run yet.
-    pub coming: Coming,
+    pub pending_streams: PendingStreams,
     /// What it computes on.
     pub processor: Processor,
     /// How long its steps take; all zero before it has measured one.
@@ -175,8 +176,8 @@ impl NodeView {
     }
 
     /// Whether a prompt on the one slows the streams of the other.
-    pub fn crowds(&self, other: &Self) -> bool {
-        self.processor.crowding(&other.processor) > 0.0
+    pub fn contends_with(&self, other: &Self) -> bool {
+        self.processor.contention(&other.processor) > 0.0
     }
 }
 
@@ -351,7 +352,7 @@ fn near_best(plans: &[Scored<'_>], settings: &Settings, turn: u64) -> usize {
     // The best one is among them, also where its score is no number.
     let near = plans.iter().take_while(near).count().max(1);
     let kind = |plan: &Scored<'_>| match plan.prefill {
-        Some(prefill) if !prefill.crowds(plan.decode) => 0,
+        Some(prefill) if !prefill.contends_with(plan.decode) => 0,
         None => 1,
         Some(_) => 2,
     };
@@ -379,7 +380,7 @@ fn mean(nodes: &[NodeView], role: Role) -> Option<StepCost> {
 fn candidate(plan: &Scored<'_>, settings: &Settings, ways: &Ways) -> Candidate {
     let way = plan.prefill.zip(plan.way);
     Candidate {
-        way: way.and_then(|(prefill, way)| ways.told(prefill, plan.decode, way)),
+        way: way.and_then(|(prefill, way)| ways.describe(prefill, plan.decode, way)),
         prefill: plan.prefill.map(|node| node.session),
         decode: plan.decode.session,
         prefill_id: plan.prefill.map(|node| Arc::clone(&node.node_id)),

@@ -95,7 +95,7 @@ impl Kept {
         if self.own.len() < MAX_REQUESTS {
             self.own.push(own);
         }
-        join(&mut self.of_nodes, of_nodes);
+        append_pack(&mut self.of_nodes, of_nodes);
     }
 
     fn spans(&self, trace_id: TraceId) -> Vec<v1::Span> {
@@ -113,7 +113,7 @@ pub fn nested(trace_id: TraceId, own: &[Own], of_nodes: &[u8]) -> Vec<u8> {
 
 /// Puts one pack of nodes' spans behind another: whole or, where that would be too much, not at all. Behind a part of
 /// one nothing could be read.
-pub fn join(spans: &mut Vec<u8>, more: &[u8]) {
+pub fn append_pack(spans: &mut Vec<u8>, more: &[u8]) {
     if spans.len() + more.len() <= MAX_NODE_BYTES {
         spans.extend_from_slice(more);
     }
@@ -152,7 +152,7 @@ impl Traces {
         // A client may send several requests under one trace: they share an entry.
         let trace = Arc::make_mut(held.kept.renew(trace_id, ended.class));
         trace.add(own, of_nodes);
-        join(&mut trace.of_nodes, &early);
+        append_pack(&mut trace.of_nodes, &early);
         trace.exported |= ended.exported;
         if !trace.tenants.contains(&ended.tenant) {
             trace.tenants.push(ended.tenant);
@@ -163,7 +163,7 @@ impl Traces {
     /// Adds what nodes told after the end of a request, if its trace is still here. The last one stays the last one.
     pub fn complete(&self, trace_id: TraceId, of_nodes: &[u8]) {
         if let Some(kept) = self.lock().kept.get_mut(&trace_id) {
-            join(&mut Arc::make_mut(kept).of_nodes, of_nodes);
+            append_pack(&mut Arc::make_mut(kept).of_nodes, of_nodes);
         }
     }
 
@@ -192,10 +192,10 @@ impl Traces {
         let mut held = self.lock();
         let Held { kept, early, .. } = &mut *held;
         let Some(kept) = kept.get_mut(&trace_id) else {
-            join(early.entry(trace_id), packed);
+            append_pack(early.entry(trace_id), packed);
             return None;
         };
-        join(&mut Arc::make_mut(kept).of_nodes, packed);
+        append_pack(&mut Arc::make_mut(kept).of_nodes, packed);
         kept.exported.then(|| Arc::clone(kept))
     }
 
@@ -217,7 +217,7 @@ impl Traces {
     /// One trace by its 32 hexadecimal digits, in one of Jaeger's forms.
     pub fn one(&self, id: &str, form: Form) -> Option<Value> {
         let trace_id = parse(id)?;
-        Some(told(&[(trace_id, self.spans(trace_id)?)], form))
+        Some(render(&[(trace_id, self.spans(trace_id)?)], form))
     }
 
     /// The newest traces, at most so many, with requests that ended when `finished` others had.
@@ -232,7 +232,7 @@ impl Traces {
     pub fn find(&self, query: &Query, form: Form) -> Value {
         let limit = if query.limit == 0 { 20 } else { query.limit.min(MAX_FOUND) };
         let matching = self.newest_first().filter(|(_, spans)| spans.iter().any(|span| query.matches(span)));
-        told(&matching.take(limit).collect::<Vec<_>>(), form)
+        render(&matching.take(limit).collect::<Vec<_>>(), form)
     }
 
     /// The services that have spans here. Reads all traces.
@@ -275,7 +275,7 @@ impl Traces {
     }
 }
 
-fn told(traces: &[(TraceId, Vec<v1::Span>)], form: Form) -> Value {
+fn render(traces: &[(TraceId, Vec<v1::Span>)], form: Form) -> Value {
     let each = |tell: fn(&str, &[v1::Span]) -> Value| {
         traces.iter().map(|(id, spans)| tell(&hex(id), spans)).collect::<Vec<Value>>()
     };

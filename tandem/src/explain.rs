@@ -19,7 +19,7 @@ const TERMS: [(&str, &str); 6] = [
     ("exposed", "exposed_ms"),
     ("wait d", "wait_decode_ms"),
     ("step", "step_ms"),
-    ("harm", "harm_ms"),
+    ("interference", "interference_ms"),
 ];
 /// Longer names are cut.
 const WIDEST_PLAN: usize = 48;
@@ -219,6 +219,10 @@ impl Candidate {
     }
 }
 
+fn width_of(heading: &str) -> usize {
+    heading.len().max(9)
+}
+
 fn table(out: &mut String, candidates: &[Candidate]) {
     let width = candidates.iter().map(|candidate| candidate.name.chars().count()).max().unwrap_or(0);
     let width = width.clamp("plan".len(), WIDEST_PLAN);
@@ -227,7 +231,7 @@ fn table(out: &mut String, candidates: &[Candidate]) {
     let way_width = ways.max().map_or(0, |widest| widest.clamp("way".len(), WIDEST_PLAN) + 2);
     let _ = write!(out, "  {:width$}{:>way_width$}", "plan", if way_width > 0 { "way" } else { "" });
     TERMS.iter().for_each(|(heading, _)| {
-        let _ = write!(out, " {heading:>9}");
+        let _ = write!(out, " {heading:>width$}", width = width_of(heading));
     });
     let _ = writeln!(out, " {:>9} {:>9} {:>10}", "cached", "TTFT", "total");
     for candidate in candidates {
@@ -238,8 +242,8 @@ fn table(out: &mut String, candidates: &[Candidate]) {
             _ => candidate.way.as_deref().unwrap_or("-"),
         };
         let _ = write!(out, "{mark} {name:width$}{way:>way_width$}");
-        candidate.terms.iter().for_each(|ms| {
-            let _ = write!(out, " {ms:>9.2}");
+        candidate.terms.iter().zip(TERMS).for_each(|(ms, (heading, _))| {
+            let _ = write!(out, " {ms:>width$.2}", width = width_of(heading));
         });
         let Candidate { cached_tokens, ttft_ms, total_ms, .. } = candidate;
         let _ = write!(out, " {cached_tokens:>9.0} {ttft_ms:>9.2} {total_ms:>10.2}");
@@ -252,7 +256,7 @@ fn table(out: &mut String, candidates: &[Candidate]) {
 fn verdict(out: &mut String, candidates: &[Candidate], chosen: usize, route: &Span) {
     let weight = route.attributes.get("tandem.route.step_weight").and_then(Value::as_f64);
     if let Some(weight) = weight {
-        let _ = writeln!(out, "\ntotal = the waits, prefill, exposed and harm + {weight:.1} × step");
+        let _ = writeln!(out, "\ntotal = the waits, prefill, exposed and interference + {weight:.1} × step");
     }
     let choice = &candidates[chosen];
     let others = candidates.iter().enumerate().filter(|(index, _)| *index != chosen).map(|(_, other)| other);

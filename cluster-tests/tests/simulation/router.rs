@@ -6,7 +6,7 @@ use std::time::Duration;
 use tandem_proto::v1::membership_server::MembershipServer;
 use tandem_router::api::Service;
 use tandem_router::limits::Limits;
-use tandem_router::membership::{Calls, Expected, Membership};
+use tandem_router::membership::{Expected, Membership, NodeClient};
 use tandem_router::text::ModelText;
 use tandem_telemetry::Exporter;
 use tonic::Status;
@@ -55,7 +55,7 @@ impl RouterProcess {
 
     /// What nodes call.
     pub fn routes(&self) -> Routes {
-        Routes::new(MembershipServer::new(self.service.membership().clone()))
+        Routes::new(MembershipServer::new(self.service.join_service()))
     }
 }
 
@@ -64,6 +64,6 @@ pub fn enter(nodes: &Directory, node: &Arc<NodeProcess>) {
     nodes.lock().unwrap_or_else(PoisonError::into_inner).insert(endpoint(node.name), Arc::downgrade(node));
 }
 
-fn nobody() -> Calls {
-    Calls::new(service_fn(async |_| Err(Status::unavailable("connection refused"))))
+fn nobody() -> NodeClient {
+    NodeClient::new(service_fn(async |_| Err(Status::unavailable("connection refused"))))
 }

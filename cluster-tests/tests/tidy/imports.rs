@@ -1,5 +1,5 @@
 //! Import circles between the modules of a crate, from the sources alone: which module names which, and where these
-//! names lead back to their beginning.
+//! names lead back to their beginning. And imports of a higher layer, where a crate's modules stand in layers.
 //!
 //! **What is a module**: a file below `src/`, with everything inside it. `src/a.rs`, `src/a/mod.rs`: `a`; `src/a/b.rs`:
 //! `a::b`; `lib.rs` and `main.rs`: the root. Files and blocks that only tests compile do not count.
@@ -43,6 +43,32 @@ pub fn circles(files: &[(String, String)]) -> Vec<Circle> {
         }
     }
     graphs.values().flat_map(in_graph).collect()
+}
+
+/// Imports that lead from a layer to a higher one, and modules that are in no layer. `layers`: the modules of the
+/// crate's root, the highest layer first. The root itself may import everything.
+pub fn upwards(files: &[(String, String)], layers: &[(&str, &[&str])]) -> Vec<String> {
+    let sources = modules(files);
+    let known: BTreeSet<&[String]> = sources.keys().flat_map(|path| (0..=path.len()).map(|end| &path[..end])).collect();
+    let layer = |module: &str| layers.iter().position(|(_, modules)| modules.contains(&module));
+    let mut wrong = BTreeSet::new();
+    for (own, (file, code)) in &sources {
+        let Some(module) = own.first() else { continue };
+        let Some(of) = layer(module) else {
+            wrong.insert(format!("{module} is in no layer"));
+            continue;
+        };
+        for written in paths(code) {
+            let target = resolve(own, &written, &known).and_then(|target| target.into_iter().next());
+            if let Some((to, target)) = target.and_then(|target| Some((layer(&target)?, target)))
+                && to < of
+            {
+                let (low, high, path) = (layers[of].0, layers[to].0, written.join("::"));
+                wrong.insert(format!("{module} ({low}) -> {target} ({high}) ({file}: {path})"));
+            }
+        }
+    }
+    wrong.into_iter().collect()
 }
 
 /// Each module's file and code, without what only tests compile.
@@ -342,6 +368,22 @@ mod tests {
         }
         let behind = "#[cfg(test)] mod tests { fn g() { if true {} } } fn f() { crate::b::g() }";
         assert_eq!(found(&[("lib.rs", ""), ("a.rs", behind), b]), ["a b"]);
+    }
+
+    #[test]
+    fn imports_of_a_higher_layer_are_found() {
+        let layers: [(&str, &[&str]); 2] = [("high", &["a", "b"]), ("low", &["c"])];
+        let upwards = |files: &[(&str, &str)]| {
+            let files: Vec<_> = files.iter().map(|(a, b)| ((*a).to_owned(), (*b).to_owned())).collect();
+            super::upwards(&files, &layers)
+        };
+        let below = [("lib.rs", "mod a; use c::T;"), ("a.rs", "use crate::{b::T, c::U};"), ("b.rs", ""), ("c.rs", "")];
+        assert!(upwards(&below).is_empty());
+        let tests = ("c.rs", "#[cfg(test)] mod tests { use crate::a::T; }");
+        assert!(upwards(&[below[1], below[2], tests]).is_empty());
+        let deep = ("c/x.rs", "fn f() { crate::a::g() }");
+        assert_eq!(upwards(&[below[1], below[2], below[3], deep]), ["c (low) -> a (high) (c/x.rs: crate::a::g)"]);
+        assert_eq!(upwards(&[("d.rs", "")]), ["d is in no layer"]);
     }
 
     #[test]

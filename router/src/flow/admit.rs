@@ -41,7 +41,7 @@ pub fn charge(shared: &Shared, tenant: &Tenant) -> Result<(), Error> {
 }
 
 fn turned_away(shared: &Shared, Refusal { reason, error }: Refusal) -> Error {
-    shared.metrics.turned_away(reason);
+    shared.metrics.turned_away(reason.as_str());
     error
 }
 

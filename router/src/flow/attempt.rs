@@ -17,7 +17,7 @@ use tandem_proto::{Error, ErrorKind, v1};
 use tandem_telemetry::clock;
 use tokio::time::{Instant, Sleep};
 
-use super::exchange::{Exchange, Step};
+use super::attempt_protocol::{AttemptProtocol, Step};
 use super::find_nodes::Sought;
 use super::legs::{DecodeLeg, PrefillLeg, Rest};
 use crate::failure::{Cause, Failure};
@@ -43,7 +43,7 @@ pub struct Attempt {
     /// The nodes.
     pub route: Route,
     /// What they have said.
-    pub exchange: Exchange,
+    pub protocol: AttemptProtocol,
     /// Tokens that the client had when the prompt of this attempt was made.
     pub basis: usize,
     deaths: Deaths,
@@ -85,7 +85,7 @@ impl Attempt {
     /// of two connections that have something to write, nobody says which one the reactor runs first. `prompt` is for
     /// the prefill node, if the plan has one; `basis` tokens of the answer are in the prompt of `start`.
     pub fn open(route: Route, prompt: Option<v1::RequestSpec>, start: v1::DecodeStart, basis: usize) -> Self {
-        let exchange = Exchange::new(route.plan(), start.spec.as_ref().map_or(0, |spec| spec.max_tokens));
+        let protocol = AttemptProtocol::new(route.plan(), start.spec.as_ref().map_or(0, |spec| spec.max_tokens));
         let mut prefill = route.prefill.as_ref().zip(prompt).map(|(node, prompt)| PrefillLeg::open(node, prompt));
         let mut decode = DecodeLeg::open(&route.decode, start);
         match &mut prefill {
@@ -95,12 +95,12 @@ impl Attempt {
         let (decode, prefill_open) = (DecodeSide::Leg(decode), prefill.is_some());
         let (deaths, silent) = (Deaths::of(&route), Box::pin(tokio::time::sleep(Duration::ZERO)));
         let (computed, decode_works) = (false, false);
-        Self { route, exchange, basis, deaths, silent, prefill, prefill_open, decode, computed, decode_works }
+        Self { route, protocol, basis, deaths, silent, prefill, prefill_open, decode, computed, decode_works }
     }
 
     /// Whether the prefill call can serve another decode node after `failure`: it is open and has not handed over.
     pub fn keeps_prefill(&self, failure: &Failure) -> bool {
-        let has_it = self.exchange.verified.is_none() && self.exchange.delivered.is_none();
+        let has_it = self.protocol.verified.is_none() && self.protocol.delivered.is_none();
         failure.role == Role::Decode && self.prefill_open && has_it
     }
 
@@ -111,7 +111,7 @@ impl Attempt {
 
     /// Cancels the decode call and goes on with prefill alone until `search` ends.
     pub fn seek_decode(&mut self, search: Search) {
-        self.exchange.decode_lost();
+        self.protocol.decode_lost();
         self.route.decode_lost();
         self.decode = DecodeSide::Sought(search);
         self.decode_works = false;
@@ -140,7 +140,7 @@ impl Attempt {
     /// # Errors
     /// The failure that ends this attempt.
     pub async fn next(&mut self, silence: Duration) -> Result<Happening, Failure> {
-        let Self { route, exchange, deaths, silent, prefill, prefill_open, decode, .. } = self;
+        let Self { route, protocol, deaths, silent, prefill, prefill_open, decode, .. } = self;
         let leg = match decode {
             DecodeSide::Leg(leg) => leg,
             DecodeSide::Sought(search) => {
@@ -148,7 +148,7 @@ impl Attempt {
                     biased;
                     why = &mut deaths.prefill => return Err(died(Role::Prefill, &why)),
                     found = search => return Ok(Happening::Sought(Box::new(found))),
-                    event = said(prefill) => on_prefill(exchange, event)?,
+                    event = said(prefill) => on_prefill(protocol, event)?,
                 };
                 return self.taken(Role::Prefill, step);
             }
@@ -157,24 +157,24 @@ impl Attempt {
         let (role, step) = tokio::select! {
             biased;
             why = &mut deaths.decode => return Err(died(Role::Decode, &why)),
-            why = &mut deaths.prefill, if exchange.needs_prefill() => return Err(died(Role::Prefill, &why)),
+            why = &mut deaths.prefill, if protocol.needs_prefill() => return Err(died(Role::Prefill, &why)),
             event = said(prefill), if *prefill_open => match event {
                 // Decode has all it needs: what is missing now is only prefill's report.
-                None | Some(Err(_)) if !exchange.needs_prefill() => {
+                None | Some(Err(_)) if !protocol.needs_prefill() => {
                     tracing::debug!(ended = ?event, "prefill leg ended");
                     *prefill_open = false;
                     (Role::Prefill, Step::Wait)
                 }
                 event => {
-                    let step = on_prefill(exchange, event)?;
+                    let step = on_prefill(protocol, event)?;
                     // That was its last word.
-                    *prefill_open = exchange.delivered.is_none();
+                    *prefill_open = protocol.delivered.is_none();
                     (Role::Prefill, step)
                 }
             },
-            event = leg.events.next(), if exchange.takes_decode() => {
+            event = leg.events.next(), if protocol.takes_decode() => {
                 let event = event.unwrap_or_else(|| Err(too_early())).map_err(Error::from);
-                let step = event.and_then(|event| exchange.on_decode(event));
+                let step = event.and_then(|event| protocol.on_decode(event));
                 (Role::Decode, step.map_err(|error| of_decode(route.plan(), error))?)
             }
             () = silent => return Err(self.silent(silence)),
@@ -195,7 +195,7 @@ impl Attempt {
         match &step {
             Step::Verified => {
                 self.route.succeeded(Role::Prefill);
-                self.exchange.verified.iter().for_each(|kv| self.route.handed_off(kv));
+                self.protocol.verified.iter().for_each(|kv| self.route.handed_off(kv));
             }
             Step::Token { finished: Some(_), .. } if role == Role::Prefill => self.route.succeeded(Role::Prefill),
             Step::Token { .. } | Step::Finished(_) if role == Role::Decode && !self.decode_works => {
@@ -214,21 +214,21 @@ impl Attempt {
     }
 
     fn silent(&self, silence: Duration) -> Failure {
-        let role = if self.exchange.waits_for_prefill() { Role::Prefill } else { Role::Decode };
+        let role = if self.protocol.waits_for_prefill() { Role::Prefill } else { Role::Decode };
         let error = Error::new(ErrorKind::Unavailable, format!("it said nothing for {silence:?}"));
         Failure { role, cause: Cause::Silent, error }
     }
 
     /// Prefill's last message carries its spans and is nearly always there already.
     pub async fn last_spans(&mut self) {
-        let Self { exchange, prefill, .. } = self;
+        let Self { protocol, prefill, .. } = self;
         if prefill.is_none() {
             return;
         }
         let last = async {
-            while exchange.delivered.is_none()
+            while protocol.delivered.is_none()
                 && let Some(Ok(event)) = said(prefill).await
-                && exchange.on_prefill(event).is_ok()
+                && protocol.on_prefill(event).is_ok()
             {}
         };
         let _ = tokio::time::timeout(LAST_SPANS, last).await;
@@ -238,21 +238,21 @@ impl Attempt {
     /// it.
     pub async fn stop(mut self, whole: bool) -> (Rest, Vec<u8>) {
         if let DecodeSide::Leg(leg) = &mut self.decode {
-            leg.stop(whole || !self.exchange.hands_off());
+            leg.stop(whole || !self.protocol.hands_off());
         }
-        if !self.exchange.hands_off() {
+        if !self.protocol.hands_off() {
             self.stop_prefill();
         }
         if whole {
             self.last_spans().await;
         }
-        let Self { exchange, prefill, prefill_open, decode, .. } = self;
-        let prefill = prefill.filter(|_| prefill_open && exchange.delivered.is_none());
+        let Self { protocol, prefill, prefill_open, decode, .. } = self;
+        let prefill = prefill.filter(|_| prefill_open && protocol.delivered.is_none());
         let decode = match decode {
             DecodeSide::Leg(leg) => Some(leg),
             DecodeSide::Sought(_) => None,
         };
-        (Rest { prefill, decode }, exchange.spans)
+        (Rest { prefill, decode }, protocol.spans)
     }
 
     fn stop_prefill(&mut self) {
@@ -278,11 +278,11 @@ fn of_decode(plan: Plan, error: Error) -> Failure {
 }
 
 fn on_prefill(
-    exchange: &mut Exchange,
+    protocol: &mut AttemptProtocol,
     event: Option<Result<v1::PrefillEvent, tonic::Status>>,
 ) -> Result<Step, Failure> {
     let event = event.unwrap_or_else(|| Err(too_early())).map_err(Error::from);
-    event.and_then(|event| exchange.on_prefill(event)).map_err(|error| Failure::of_leg(Role::Prefill, error))
+    event.and_then(|event| protocol.on_prefill(event)).map_err(|error| Failure::of_leg(Role::Prefill, error))
 }
 
 fn too_early() -> tonic::Status {

@@ -11,7 +11,7 @@ use super::{Answered, By, Run, Shared, send, tpot_objective};
 use crate::generation::{GenerationEvent, Usage};
 use crate::record::Record;
 use crate::record::timeline::Phase;
-use crate::traces::{Class, Ended, Own, join, nested};
+use crate::traces::{Class, Ended, Own, append_pack, nested};
 
 /// How long nodes that were stopped have for their reports; the client does not wait for these.
 pub(super) const STOPPED_SPANS: Duration = Duration::from_secs(1);
@@ -31,14 +31,14 @@ impl Run {
         let (rest, spans) = match by {
             By::Decode => {
                 attempt.last_spans().await;
-                (None, std::mem::take(&mut attempt.exchange.spans))
+                (None, std::mem::take(&mut attempt.protocol.spans))
             }
             By::Prefill | By::Router => {
                 let (rest, spans) = attempt.stop(matches!(by, By::Prefill)).await;
                 (Some(rest), spans)
             }
         };
-        join(&mut self.spans, &spans);
+        append_pack(&mut self.spans, &spans);
         rest
     }
 
@@ -91,7 +91,7 @@ impl Run {
         };
         let ((), late) = tokio::join!(biased; told, reported);
         if let Some((own, mut of_nodes)) = kept {
-            join(&mut of_nodes, &late.unwrap_or_default());
+            append_pack(&mut of_nodes, &late.unwrap_or_default());
             shared.exporter.export(nested(root.trace_id, &[own], &of_nodes));
         }
         if let Some(mut slot) = slot {
@@ -117,6 +117,6 @@ fn keep_trace(
     let instance = Arc::clone(&shared.instance);
     let own: Own = Arc::new(move || record.spans(&instance, reason.as_ref().copied()));
     let early = shared.traces.finish(trace_id, Arc::clone(&own), &of_nodes, ended);
-    join(&mut of_nodes, &early);
+    append_pack(&mut of_nodes, &early);
     exported.then_some((own, of_nodes))
 }

@@ -48,7 +48,7 @@ impl PrefillLeg {
         // A start, a ticket for each attempt, a stop.
         let (commands, outbound) = Commands::new(2 + MOST_ATTEMPTS as usize);
         commands.say(v1::PrefillCommand { command: Some(prefill_command::Command::Start(spec)) });
-        let mut client = v1::prefill_client::PrefillClient::new(node.calls())
+        let mut client = v1::prefill_client::PrefillClient::new(node.client())
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
             .max_encoding_message_size(MAX_MESSAGE_BYTES);
         let events = async_stream::try_stream! {
@@ -96,7 +96,7 @@ impl DecodeLeg {
         // A start and a stop.
         let (commands, outbound) = Commands::new(2);
         commands.say(v1::DecodeCommand { command: Some(decode_command::Command::Start(start)) });
-        let mut client = v1::decode_client::DecodeClient::new(node.calls())
+        let mut client = v1::decode_client::DecodeClient::new(node.client())
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
             .max_encoding_message_size(MAX_MESSAGE_BYTES);
         let events = async_stream::try_stream! {

@@ -1,7 +1,7 @@
 //! From a failure of a node to the next attempt: what [`replan`](super::replan) decides is done here. The nodes are
 //! blamed, the legs dropped or kept, the search for the next plan is awaited, and all of it noted for metrics and
 //! trace.
-use tandem_proto::{Error, v1};
+use tandem_proto::Error;
 use tandem_telemetry::clock;
 
 use super::attempt::{Attempt, Search};
@@ -12,7 +12,6 @@ use crate::admission::Slot;
 use crate::failure::{Bound, Failure};
 use crate::limits::Limits;
 use crate::membership::Route;
-use crate::record::timeline::Phase;
 use crate::record::{Names, Replanned};
 use crate::select::Wish;
 use crate::select::numerics::Numerics;
@@ -26,7 +25,6 @@ impl Run {
         let (now, phase) = (clock::now(), self.record.timeline.phase());
         self.retrying = None;
         let failure = failure.judged(now >= self.deadline);
-        self.shared.metrics.failed(&failure);
         failure.blamed().iter().for_each(|role| attempt.route.failed(*role, now));
         if failure.session_is_over() {
             // Before the stream says so: all that is asked there would fail at once, and the node would look idle.
@@ -34,6 +32,7 @@ impl Run {
             self.shared.membership.leave(session, &failure.error.message);
         }
         if failure.of_handoff() {
+            self.shared.metrics.handoff_failed();
             attempt.route.handoff_failed(&failure.error.message, now);
         }
         let verdict = self.replan.failed(&failure, attempt.route.sessions(), now);
@@ -110,7 +109,7 @@ impl Run {
         self.retrying = Some(retrying);
         let Setback { failure, node, at, phase } = setback;
         self.replan.began();
-        self.shared.metrics.replanned(&failure);
+        self.shared.metrics.replanned(failure.role, failure.cause.as_str());
         self.record.replans.push(Replanned {
             at,
             search: clock::now().saturating_duration_since(at),
@@ -132,7 +131,7 @@ impl Run {
 
     /// The error of a request that had all its attempts, or all its time for them.
     fn exhausted(&self, told: Error, bound: Bound) -> Error {
-        self.shared.metrics.replan_exhausted(bound);
+        self.shared.metrics.replan_exhausted(bound.as_str());
         let Limits { max_attempts, replan, .. } = self.shared.limits;
         let attempts = self.replan.attempts();
         let gave_up = match bound {
@@ -144,32 +143,5 @@ impl Run {
             }
         };
         Error { message: format!("{} ({gave_up})", told.message), ..told }
-    }
-
-    /// All legs, for what is left of the answer.
-    pub(super) fn open(&self, route: Route) -> Attempt {
-        let basis = self.progress.sent.len();
-        let prompt = route.prefill.is_some().then(|| self.spec(Phase::Prefill, basis));
-        let start = self.decode_start(&route, basis);
-        Attempt::open(route, prompt, start, basis)
-    }
-
-    fn decode_start(&self, route: &Route, basis: usize) -> v1::DecodeStart {
-        let now = self.record.timeline.phase();
-        let local = || v1::LocalPrefill { traceparent: self.record.identities.of(now.max(Phase::Prefill)).to_string() };
-        v1::DecodeStart {
-            spec: Some(self.spec(Phase::Decode, basis)),
-            prefill_incarnation: route.prefill.as_ref().map_or(0, |prefill| prefill.info.incarnation),
-            request_traceparent: self.record.identities.root.to_string(),
-            local: route.prefill.is_none().then(local),
-            transport: route.way().map_or_else(String::new, |way| way.build_id.to_string()),
-        }
-    }
-
-    /// What a leg is to do, with the first `basis` tokens of the answer in its prompt. Its span is a child of `phase`,
-    /// or of the later one in which it is opened.
-    fn spec(&self, phase: Phase, basis: usize) -> v1::RequestSpec {
-        let parent = self.record.timeline.phase().max(phase);
-        self.progress.spec(basis, self.record.identities.of(parent), self.deadline)
     }
 }

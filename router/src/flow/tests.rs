@@ -12,8 +12,8 @@ mod shaping;
 use futures::StreamExt;
 use serde_json::Value;
 
+use super::attempt_protocol::tests::{delivered, finished, first_token, reserved, ticket, token, verified};
 use super::conclusion::STOPPED_SPANS;
-use super::exchange::tests::{delivered, finished, first_token, reserved, ticket, token, verified};
 use super::*;
 use crate::admission::Tenant;
 use crate::api::GenerationStream;

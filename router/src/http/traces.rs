@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use tandem_proto::{Error, ErrorKind};
 
 use super::error::ApiError;
-use crate::api::{Service, beside, no_trace};
+use crate::api::{Service, no_trace, run_blocking};
 use crate::traces::query::Query;
 use crate::traces::{Form, Traces};
 
@@ -58,7 +58,7 @@ pub(super) async fn aside<T: Send + 'static>(
         let _turn = turn;
         read(&service)
     };
-    Ok(beside("the traces cannot be read", read).await?)
+    Ok(run_blocking("the traces cannot be read", read).await?)
 }
 
 async fn one(State(service): State<Service>, Extension(traces): Shown, path: Id) -> Answer {

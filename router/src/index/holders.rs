@@ -7,7 +7,7 @@
 //! comparison in a walk, and nothing else.
 use std::collections::HashMap;
 
-use super::places::mix;
+use super::hash_table::mix;
 
 /// Members that a set may have: a node each.
 pub const MOST_NODES: usize = 1024;

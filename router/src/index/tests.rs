@@ -3,7 +3,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use proptest::prelude::*;
 
-use super::places::mix;
+use super::hash_table::mix;
 use super::*;
 
 /// Chain `chain`'s block `position`: chains share their first `chain % 4` blocks with chain 0, as prompts do.

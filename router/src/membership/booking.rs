@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use crate::select::backlog::Backlog;
-use crate::select::coming::{Awaited, Coming};
+use crate::select::pending_streams::{Awaited, PendingStreams};
 use crate::select::{Candidate, Work};
 
 /// Names a booking: the table's key of its node, and its number there.
@@ -210,8 +210,8 @@ impl Bookings {
     }
 
     /// Requests whose prompts other nodes compute.
-    pub fn coming(&self, now: Instant) -> Coming {
-        self.awaited.coming(now)
+    pub fn pending_streams(&self, now: Instant) -> PendingStreams {
+        self.awaited.seen(now)
     }
 }
 
@@ -277,7 +277,10 @@ mod tests {
         assert_eq!(bookings.held, sum(|_, _, stage| !matches!(stage, Stage::Released(_))));
         assert_eq!(bookings.routed, sum(|bookings, number, _| number > bookings.reported));
         assert_eq!(bookings.prompts, count(|stage| matches!(stage, Stage::Computing(_))));
-        assert_eq!(bookings.coming(Instant::now()).requests, count(|stage| matches!(stage, Stage::Awaiting { .. })));
+        assert_eq!(
+            bookings.pending_streams(Instant::now()).requests,
+            count(|stage| matches!(stage, Stage::Awaiting { .. }))
+        );
         let unreported = bookings.live.range(bookings.reported + 1..).filter_map(|(_, booking)| booking.stage.prompt());
         let prompts_ms: f64 = unreported.map(|prompt| prompt.prefill_ms).sum();
         assert_eq!(bookings.backlog.pending(), Duration::from_secs_f64(prompts_ms / 1e3));
@@ -300,7 +303,7 @@ mod tests {
                 adds_up(&bookings);
             }
             prop_assert_eq!((bookings.held, bookings.routed, bookings.prompts), Default::default());
-            prop_assert_eq!((bookings.coming(now), bookings.backlog_ms(now)), (Coming::default(), 0.0));
+            prop_assert_eq!((bookings.pending_streams(now), bookings.backlog_ms(now)), (PendingStreams::default(), 0.0));
             prop_assert!(bookings.live.is_empty());
         }
     }

@@ -9,11 +9,11 @@ use tandem_proto::v1;
 use super::Node;
 use super::booking::{Bookings, Stage};
 use super::breaker::{Breaker, Circuit};
+use super::node_capacity::NodeCapacity;
 use super::now::{NodeNow, State};
-use super::room::Occupied;
 use crate::select::calibrate::Factor;
-use crate::select::coming::Coming;
 use crate::select::cost::{self, StepCost};
+use crate::select::pending_streams::PendingStreams;
 use crate::select::processor::Processor;
 use crate::select::{NodeView, Role, Work};
 
@@ -58,7 +58,7 @@ impl Entry {
             reported: Work::default(),
             routed: Work::default(),
             held: Work::default(),
-            coming: Coming::default(),
+            pending_streams: PendingStreams::default(),
             processor: Processor::reported(info.processor.as_ref()),
             step_cost: StepCost::default(),
             prefill_factor: 1.0,
@@ -119,7 +119,7 @@ impl Entry {
     pub fn refresh(&self, view: &mut NodeView, now: Instant, suspicion: Duration) {
         view.shut = !self.is_sound(now, suspicion);
         (view.routed, view.held) = (self.bookings.routed(), self.bookings.held());
-        (view.backlog_ms, view.coming) = (self.bookings.backlog_ms(now), self.bookings.coming(now));
+        (view.backlog_ms, view.pending_streams) = (self.bookings.backlog_ms(now), self.bookings.pending_streams(now));
         view.prefill_factor = self.factor.value();
         view.computes_prompts = self.factor.has_seen();
         view.cached_blocks_of_prompt = 0;
@@ -162,11 +162,11 @@ impl Entry {
     }
 
     /// What it has, as far as its room goes.
-    pub fn occupied(&self, view: &NodeView, now: Instant) -> Occupied<'_> {
+    pub fn capacity(&self, view: &NodeView, now: Instant) -> NodeCapacity<'_> {
         let (&NodeView { total_blocks, max_running, .. }, bookings) = (view, &self.bookings);
         let (routed, held, prompts) = (bookings.routed(), bookings.held(), bookings.prompts());
         let backlog_ms = bookings.backlog_ms(now);
-        Occupied { total_blocks, max_running, load: &self.load, routed, held, prompts, backlog_ms }
+        NodeCapacity { total_blocks, max_running, load: &self.load, routed, held, prompts, backlog_ms }
     }
 
     /// As people are shown it.

@@ -5,6 +5,7 @@
 //! word of one that has given up meanwhile: links and proxies that stood still deliver such when they go on. Requests
 //! would be lost there, and a session that lives would be taken for the older one and ended.
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::Instant;
 
 use http::uri::Authority;
@@ -15,8 +16,8 @@ use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Extensions, Request, Response, Status, Streaming};
 
+use super::node_client::peer_role;
 use super::now::transport_names;
-use super::reach::peer_role;
 use super::{Membership, Node, REPORT_INTERVAL, registration};
 use crate::index::CacheChanges;
 
@@ -28,19 +29,54 @@ static LINES_LEFT: Budget = Budget::new(20);
 type Reports = Streaming<v1::NodeReport>;
 type Replies = mpsc::Sender<Result<v1::RouterReport, Status>>;
 
+/// The service. Spans that nodes send outside of their calls are no business of the table: they go to `spans`, packed.
+#[derive(Clone)]
+pub struct JoinService {
+    membership: Membership,
+    spans: Arc<dyn Fn(&[u8]) + Send + Sync>,
+}
+
 #[tonic::async_trait]
-impl v1::membership_server::Membership for Membership {
+impl v1::membership_server::Membership for JoinService {
     type JoinStream = ReceiverStream<Result<v1::RouterReport, Status>>;
 
     async fn join(&self, request: Request<Reports>) -> Result<Response<Self::JoinStream>, Status> {
         let peer = request.remote_addr().map(|peer| peer.ip());
         let (_, caller, mut reports) = request.into_parts();
-        let (info, endpoint) = self.registration(&mut reports, &caller, peer).await?;
+        let (info, endpoint) = self.membership.registration(&mut reports, &caller, peer).await?;
         let (replies, receiver) = mpsc::channel(REPLIES);
         // The channel is empty and has room.
-        let _ = replies.try_send(Ok(self.reply(info.incarnation)));
+        let _ = replies.try_send(Ok(self.membership.reply(info.incarnation)));
         tokio::spawn(self.clone().session(endpoint, info, reports, replies));
         Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+}
+
+impl JoinService {
+    /// Fills this table.
+    pub fn new(membership: Membership, spans: impl Fn(&[u8]) + Send + Sync + 'static) -> Self {
+        Self { membership, spans: Arc::new(spans) }
+    }
+
+    /// An accepted node's stream, until it ends.
+    async fn session(self, endpoint: Authority, info: v1::Register, mut reports: Reports, replies: Replies) {
+        let first = timeout(self.membership.lease(), reports.message()).await;
+        let Ok(Ok(Some(first))) = first else {
+            tracing::debug!(node = info.node_id, "registered, and said no more");
+            return;
+        };
+        let node = match self.membership.register_at(endpoint, info, clock::now()) {
+            Ok(node) => node,
+            Err(error) => {
+                let _ = replies.try_send(Err(self.membership.refused(error)));
+                return;
+            }
+        };
+        let (role, transport) = (node.role.as_str(), transport_names(&node.info));
+        let (incarnation, v1::Register { node_id, arithmetic, kv_order, .. }) = (node.incarnation(), &node.info);
+        tracing::info!(node = node_id, role, transport, arithmetic, kv_order, %incarnation, "node joined");
+        let Self { membership, spans } = self;
+        Session { membership, node, spans, why: "its stream was cut" }.run(first, reports, replies).await;
     }
 }
 
@@ -81,26 +117,6 @@ impl Membership {
         self.strangers.registers(caller, peer_role(role), &info.node_id)
     }
 
-    /// An accepted node's stream, until it ends.
-    async fn session(self, endpoint: Authority, info: v1::Register, mut reports: Reports, replies: Replies) {
-        let first = timeout(self.lease(), reports.message()).await;
-        let Ok(Ok(Some(first))) = first else {
-            tracing::debug!(node = info.node_id, "registered, and said no more");
-            return;
-        };
-        let node = match self.register_at(endpoint, info, clock::now()) {
-            Ok(node) => node,
-            Err(error) => {
-                let _ = replies.try_send(Err(self.refused(error)));
-                return;
-            }
-        };
-        let (role, transport) = (node.role.as_str(), transport_names(&node.info));
-        let (incarnation, v1::Register { node_id, arithmetic, kv_order, .. }) = (node.incarnation(), &node.info);
-        tracing::info!(node = node_id, role, transport, arithmetic, kv_order, %incarnation, "node joined");
-        Session { membership: self, node, why: "its stream was cut" }.run(first, reports, replies).await;
-    }
-
     fn reply(&self, accepted_incarnation: u64) -> v1::RouterReport {
         v1::RouterReport {
             accepted_incarnation,
@@ -115,7 +131,8 @@ impl Membership {
 /// A registered node's stream. Dropping it removes the node.
 struct Session {
     membership: Membership,
-    node: std::sync::Arc<Node>,
+    node: Arc<Node>,
+    spans: Arc<dyn Fn(&[u8]) + Send + Sync>,
     why: &'static str,
 }
 
@@ -188,7 +205,7 @@ impl Session {
                     return asked.map_err(|_| "it does not read its stream");
                 }
             }
-            Some(Report::Spans(packed)) => self.membership.stray(&packed),
+            Some(Report::Spans(packed)) => (self.spans)(&packed),
             // A report of a later version.
             None => {}
         }

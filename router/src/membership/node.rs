@@ -4,8 +4,8 @@ use std::sync::OnceLock;
 use tandem_proto::{Incarnation, Life, v1};
 use tokio_util::sync::CancellationToken;
 
+use super::node_client::NodeClient;
 use super::now::Work;
-use super::reach::Calls;
 use crate::select::Role;
 
 /// One life of a node: its session with this router. Its channel goes with it.
@@ -19,7 +19,7 @@ pub struct Node {
     pub info: v1::Register,
     /// What it did so far.
     pub work: Work,
-    calls: Calls,
+    client: NodeClient,
     pub(super) dead: CancellationToken,
     pub(super) why: OnceLock<String>,
 }
@@ -36,8 +36,8 @@ impl Node {
     }
 
     /// The way to the node; its connection is made at the first call.
-    pub fn calls(&self) -> Calls {
-        self.calls.clone()
+    pub fn client(&self) -> NodeClient {
+        self.client.clone()
     }
 
     /// Waits for the node's death, and says what it died of.
@@ -46,15 +46,15 @@ impl Node {
         self.why.get().cloned().unwrap_or_default()
     }
 
-    pub(super) fn new(session: u64, role: Role, info: v1::Register, calls: Calls) -> Self {
+    pub(super) fn new(session: u64, role: Role, info: v1::Register, client: NodeClient) -> Self {
         let (work, dead) = (Work::default(), CancellationToken::new());
-        Self { session, role, info, work, calls, dead, why: OnceLock::new() }
+        Self { session, role, info, work, client, dead, why: OnceLock::new() }
     }
 
-    pub(super) fn end(&self, why: &str) {
-        if self.why.set(why.to_owned()).is_ok() {
-            tracing::warn!(node = self.info.node_id, life = %self.life(), why, "node gone");
-        }
+    /// Ends its calls: wakes all requests that have it.
+    pub(super) fn end(&self, why: String) {
+        // A node is taken out of the table once.
+        let _ = self.why.set(why);
         self.dead.cancel();
     }
 }

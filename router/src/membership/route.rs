@@ -1,16 +1,16 @@
 //! The nodes of one running request, and what its course tells the table of them. What is booked on them is given back
 //! when this is dropped.
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Instant;
 
 use tandem_proto::v1;
 use tandem_telemetry::clock;
 use tokio::sync::Notify;
 
+use super::Node;
 use super::booking::BookingId;
 use super::entry::Entry;
-use super::table::Table;
-use super::{Node, lock};
+use super::table_lock::TableLock;
 use crate::select::ways::{Apart, Fallback, PairWay};
 use crate::select::{Candidate, Plan, Role};
 
@@ -27,7 +27,7 @@ pub struct Route {
     pub apart: Arc<[Apart]>,
     pub(super) prefill_booking: Option<BookingId>,
     pub(super) decode_booking: BookingId,
-    pub(super) table: Arc<Mutex<Table>>,
+    pub(super) table: Arc<TableLock>,
     pub(super) freed: Arc<Notify>,
 }
 
@@ -49,17 +49,17 @@ impl Route {
 
     /// The node of `role` did its part.
     pub fn succeeded(&self, role: Role) {
-        lock(&self.table).each([self.booking(role)], Entry::succeeded);
+        self.table.with(|table| table.each([self.booking(role)], Entry::succeeded));
     }
 
     /// The node of `role` failed.
     pub fn failed(&self, role: Role, now: Instant) {
-        lock(&self.table).failed(self.booking(role), now);
+        self.table.with(|table| table.failed(self.booking(role), now));
     }
 
     /// The first token is here: the prompt is computed. Only the first call counts.
     pub fn computed(&self, now: Instant) {
-        lock(&self.table).each(self.bookings(), |entry, number| entry.computed(number, now));
+        self.table.with(|table| table.each(self.bookings(), |entry, number| entry.computed(number, now)));
         self.freed.notify_one();
     }
 
@@ -74,21 +74,21 @@ impl Route {
     }
 
     fn release(&self, booking: Option<BookingId>) {
-        lock(&self.table).each(booking, |entry, number| entry.bookings.release(number));
+        self.table.with(|table| table.each(booking, |entry, number| entry.bookings.release(number)));
         self.freed.notify_one();
     }
 
     /// Decode has verified the prefill node's KV.
     pub fn handed_off(&self, kv: &v1::Verified) {
         if let ((Some(prefill), decode), Some(way)) = (self.sessions(), self.way()) {
-            lock(&self.table).handed_off((prefill, decode), way.domain, kv);
+            self.table.with(|table| table.handed_off((prefill, decode), way.domain, kv));
         }
     }
 
     /// The prefill node's KV did not get to decode. Where the two have another way, they take that for a time.
     pub fn handoff_failed(&self, why: &str, now: Instant) {
         let ((Some(prefill), decode), Some(way)) = (self.sessions(), self.way()) else { return };
-        let fallback = lock(&self.table).handoff_failed((prefill, decode), way.domain, now);
+        let fallback = self.table.with(|table| table.handoff_failed((prefill, decode), way.domain, now));
         if let Some(Fallback { from, to, cool_down }) = fallback {
             let (prefill, decode) = (&self.node(Role::Prefill).info.node_id, &self.decode.info.node_id);
             tracing::warn!(prefill, decode, "{from} failed, KV goes by {to} for {cool_down:?}: {why}");
@@ -130,7 +130,7 @@ impl Route {
 impl Drop for Route {
     fn drop(&mut self) {
         let now = clock::now();
-        lock(&self.table).each(self.bookings(), |entry, number| entry.end(number, now));
+        self.table.with(|table| table.each(self.bookings(), |entry, number| entry.end(number, now)));
         self.freed.notify_one();
     }
 }

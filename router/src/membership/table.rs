@@ -1,5 +1,5 @@
 //! The table's state machine: who is there, bookings, verdicts, expiry, and the nodes' cached blocks. Synchronous; the
-//! lock around it is in [`super`]. What is known of one node is [`super::entry`]'s.
+//! lock around it, and all that it logs, is in [`super::table_lock`]. What is known of one node is [`super::entry`]'s.
 //! Long because it is all that happens under the one lock; what can be decided without it is elsewhere.
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,13 +12,14 @@ use super::booking::{BookingId, Stage};
 use super::breaker::{Breaker, Settings};
 use super::entry::Entry;
 use super::fence::Fence;
+use super::node_capacity::{BlockDemand, ClusterCapacity, Room};
+use super::notice::Notice;
 use super::now::{ClusterNow, Departed, Departures};
-use super::room::{Room, Rooms, Wanted};
 use super::{Accepts, Breakers, DEATHS, Death, MAX_NODES, Node, NotYet, Totals};
 use crate::capacity::{Ahead, Demand};
 use crate::index::{CacheChanges, Gap, IndexTotals, PrefixIndex};
 use crate::select::calibrate::Links;
-use crate::select::numerics::Numerics;
+use crate::select::numerics::{self, Numerics};
 use crate::select::ways::{self, Apart, Fallback, Fallbacks, Ways};
 use crate::select::{self, Candidate, Cluster, LocalPrefill, NoPair, NodeView, Plan, Role, Wish, Work};
 
@@ -59,6 +60,8 @@ pub(super) struct Table {
     index: PrefixIndex,
     /// Silence after which a node is tried last.
     suspicion: Duration,
+    /// What is left to do once the lock is released.
+    notices: Vec<Notice>,
 }
 
 impl Table {
@@ -81,7 +84,12 @@ impl Table {
             preemptions: 0,
             departures: Departures::default(),
             index,
+            notices: Vec::new(),
         }
+    }
+
+    pub fn take_notices(&mut self) -> Vec<Notice> {
+        std::mem::take(&mut self.notices)
     }
 
     /// For nodes that register from now on.
@@ -156,8 +164,7 @@ impl Table {
         self.look_for_gaps();
         if self.views.last().is_some_and(|view| ways::is_alone(view, &self.views)) {
             let why = self.ways.apart().iter().find(|apart| apart.is_of(&node.info.node_id));
-            let why = why.map_or("no other node has its model, arithmetic and KV layout", |apart| &apart.why);
-            tracing::warn!(node = node.info.node_id, "no node of the other role can share a request with it: {why}");
+            self.notices.push(Notice::Alone(Arc::clone(&node), why.map(|apart| Arc::clone(&apart.why))));
         }
         Ok(node)
     }
@@ -203,16 +210,9 @@ impl Table {
 
     /// Nor would a node of another arithmetic, and an answer must not go on there.
     fn same_numerics(&self, info: &v1::Register) -> Result<(), Error> {
-        let this = Numerics::of(info);
-        let others = self.entries.values().map(|entry| &entry.node.info).filter(|other| other.node_id != info.node_id);
-        let mut differences = others
-            .filter_map(|other| Numerics::difference((&info.node_id, &this), (&other.node_id, &Numerics::of(other))));
-        differences.next().map_or(Ok(()), |why| Err(Error::new(ErrorKind::Incompatible, why)))
-    }
-
-    /// How all nodes compute.
-    fn numerics(&self) -> Option<Numerics> {
-        self.entries.values().next().map(|entry| Numerics::of(&entry.node.info))
+        let mut others = self.entries.values().map(|entry| &entry.node.info).filter(|of| of.node_id != info.node_id);
+        let why = others.find_map(|other| numerics::difference(info, other));
+        why.map_or(Ok(()), |why| Err(Error::new(ErrorKind::Incompatible, why)))
     }
 
     /// Tokens of a block, on every node.
@@ -247,7 +247,7 @@ impl Table {
             self.deaths[death as usize] += 1;
             self.departs(&entry.node, Some(why), now);
             self.fence.declare(entry.node.life());
-            entry.node.end(why);
+            self.notices.push(Notice::Gone(entry.node, why.to_owned()));
         }
     }
 
@@ -263,7 +263,7 @@ impl Table {
         match draining.then(|| self.take(session)).flatten() {
             Some(Entry { node, .. }) => {
                 self.departs(&node, None, now);
-                tracing::info!(node = node.info.node_id, incarnation = %node.incarnation(), "node drained");
+                self.notices.push(Notice::Drained(node));
             }
             None => self.remove(session, Death::StreamLost, why, now),
         }
@@ -276,7 +276,7 @@ impl Table {
         self.look_for_gaps();
         for (session, entry) in std::mem::take(&mut self.entries) {
             self.index.remove(session);
-            entry.node.end(why);
+            self.notices.push(Notice::Gone(entry.node, why.to_owned()));
         }
     }
 
@@ -287,12 +287,8 @@ impl Table {
     pub fn expire(&mut self, now: Instant, lease: Duration) -> bool {
         let unwatched = now.saturating_duration_since(self.watched.replace(now).unwrap_or(now));
         if unwatched > lease / 2 {
-            let (stalled_ms, over) = (unwatched.as_millis() as u64, unwatched > lease);
-            tracing::warn!(
-                stalled_ms,
-                over,
-                "this router stood still: leases of its nodes are longer by that, or over"
-            );
+            let over = unwatched > lease;
+            self.notices.push(Notice::StoodStill { stalled: unwatched, over });
             if !over {
                 self.entries.values_mut().for_each(|entry| entry.heard = now.min(entry.heard + unwatched));
             }
@@ -336,7 +332,7 @@ impl Table {
         if !best.is_sound() && !accepts.unsound {
             return Err(NotYet::Unsound);
         }
-        let wanted = Wanted::of(demand, &Ahead::default(), accepts.node_queue, self.block_tokens());
+        let wanted = BlockDemand::of(demand, &Ahead::default(), accepts.node_queue, self.block_tokens());
         let mut equal = candidates.iter().take_while(|other| speaks_against(other) == speaks_against(best));
         match equal.position(|candidate| self.takes_at_once(candidate, &wanted, now)) {
             Some(place) => candidates[..=place].rotate_right(1),
@@ -355,15 +351,19 @@ impl Table {
         now: Instant,
     ) -> Result<Vec<Candidate>, NoPair> {
         self.turn = self.turn.wrapping_add(1);
-        match (&wish.continues, self.numerics()) {
-            (Some(began), Some(now)) if *began != now => Err(NoPair::OtherNumerics { began: began.clone(), now }),
-            _ => self.candidates(demand, wish, settings, now),
+        // All nodes compute alike.
+        let any = self.entries.values().next().map(|entry| &entry.node.info);
+        if let (Some(began), Some(info)) = (&wish.continues, any)
+            && !began.are_of(info)
+        {
+            return Err(NoPair::OtherNumerics { began: began.clone(), now: Numerics::of(info) });
         }
+        self.candidates(demand, wish, settings, now)
     }
 
     /// Whether the nodes of this plan have room for its request now.
-    fn takes_at_once(&self, plan: &Candidate, wanted: &Wanted, now: Instant) -> bool {
-        let node = |session| Some(self.entries.get(&session)?.occupied(&self.views[self.place(session)?], now));
+    fn takes_at_once(&self, plan: &Candidate, wanted: &BlockDemand, now: Instant) -> bool {
+        let node = |session| Some(self.entries.get(&session)?.capacity(&self.views[self.place(session)?], now));
         let Some(decode) = node(plan.decode) else { return false };
         let computes = match plan.prefill {
             None => decode.computes(wanted),
@@ -467,23 +467,26 @@ impl Table {
     pub fn failed(&mut self, BookingId { session, number }: BookingId, now: Instant) {
         let Some(entry) = self.entries.get_mut(&session) else { return };
         if entry.failed(number, now) {
-            tracing::warn!(
-                node = entry.node.info.node_id,
-                "node failed requests in a row: it is ranked last for a time"
-            );
+            self.notices.push(Notice::RankedLast(Arc::clone(&entry.node)));
             self.opened[entry.node.role as usize] += 1;
         }
     }
 
     /// Whether the nodes have room for a request, so that it need not wait on one of them, or only with as many others
     /// as may. Where only decode nodes have room for its prompt, it has room if they are where it would go.
-    pub fn has_room(&mut self, wanted: Wanted, demand: &Demand, settings: &select::Settings, now: Instant) -> bool {
-        let mut rooms = Rooms::new(wanted, settings.local);
+    pub fn has_room(
+        &mut self,
+        wanted: BlockDemand,
+        demand: &Demand,
+        settings: &select::Settings,
+        now: Instant,
+    ) -> bool {
+        let mut capacity = ClusterCapacity::new(wanted, settings.local);
         let mut nodes = self.entries.values().zip(&self.views);
         let mut enough = |(entry, view): (&Entry, _)| {
-            rooms.tell(view, &entry.occupied(view, now), entry.is_sound(now, self.suspicion))
+            capacity.tell(view, &entry.capacity(view, now), entry.is_sound(now, self.suspicion))
         };
-        let room = if nodes.any(&mut enough) { Room::Yes } else { rooms.answer() };
+        let room = if nodes.any(&mut enough) { Room::Yes } else { capacity.answer() };
         match room {
             Room::Yes => true,
             Room::Local => self.would_go_local(&wanted, demand, settings, now),
@@ -492,7 +495,13 @@ impl Table {
     }
 
     /// Whether the choice would now be a decode node that has room for the prompt, too.
-    fn would_go_local(&mut self, wanted: &Wanted, demand: &Demand, settings: &select::Settings, now: Instant) -> bool {
+    fn would_go_local(
+        &mut self,
+        wanted: &BlockDemand,
+        demand: &Demand,
+        settings: &select::Settings,
+        now: Instant,
+    ) -> bool {
         let told = self.candidates(demand, &Wish::default(), settings, now).unwrap_or_default();
         told.first().is_some_and(|chosen| chosen.plan() == Plan::Local && self.takes_at_once(chosen, wanted, now))
     }
@@ -549,17 +558,17 @@ impl Table {
     }
 
     pub fn breakers(&self, now: Instant) -> Breakers {
-        let of = |entry: &Entry| (entry.node.role, entry.node.info.node_id.clone(), entry.breaker.circuit(now));
-        Breakers { nodes: self.entries.values().map(of).collect(), opened: self.opened }
+        let of =
+            |(entry, view): (&Entry, &NodeView)| (view.role, Arc::clone(&view.node_id), entry.breaker.circuit(now));
+        Breakers { nodes: self.entries.values().zip(&self.views).map(of).collect(), opened: self.opened }
     }
 
-    /// As people are shown it, the nodes by name.
+    /// As people are shown it, the nodes by session.
     pub fn now(&self, at: Instant) -> ClusterNow {
         let now = |(entry, view): (&Entry, &NodeView)| {
             entry.now(view, self.index.blocks_of(view.session), at, self.suspicion)
         };
-        let mut nodes: Vec<_> = self.entries.values().zip(&self.views).map(now).collect();
-        nodes.sort_by(|a, b| a.node.info.node_id.cmp(&b.node.info.node_id));
+        let nodes = self.entries.values().zip(&self.views).map(now).collect();
         ClusterNow { at, nodes, links: self.links.all().collect(), departed: self.departures.newest_first() }
     }
 

@@ -1,9 +1,10 @@
 //! The node table with time as an argument: expiry, replacement, refusal, booking.
 mod lives;
+mod lock;
 mod names;
+mod node_capacity;
 mod predictions;
 mod retries;
-mod room;
 mod ways;
 
 use tandem_proto::{ErrorKind, SequenceHash};
@@ -444,8 +445,9 @@ fn the_cached_blocks_of_a_node_go_with_it() {
     let decode = membership.register(register("d", v1::Role::Decode, 2), now).unwrap();
     membership.kv_events(prefill.session, &stored(0, true, &[1, 2, 3]), now).unwrap();
     membership.kv_events(decode.session, &stored(0, true, &[1, 2]), now).unwrap();
-    let cached =
-        |membership: &Membership| -> Vec<u32> { lock(&membership.table).cached_of(&names(&[1, 2, 3, 4]), now) };
+    let cached = |membership: &Membership| -> Vec<u32> {
+        membership.table.with(|table| table.cached_of(&names(&[1, 2, 3, 4]), now))
+    };
     assert_eq!(cached(&membership), [3, 2]);
     let shown = membership.json();
     assert_eq!((&shown["index"]["blocks"], &shown["index"]["limit"]), (&json!(3), &json!(5)));

@@ -1,4 +1,6 @@
 //! What is counted of all nodes together, for metrics: sums, deaths, circuit breakers.
+use std::sync::Arc;
+
 use super::breaker::Circuit;
 use crate::select::Role;
 
@@ -64,7 +66,7 @@ impl Totals {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Breakers {
     /// Of each node: its role, its name, its breaker's state.
-    pub nodes: Vec<(Role, String, Circuit)>,
+    pub nodes: Vec<(Role, Arc<str>, Circuit)>,
     /// How often one opened, by role.
     pub opened: [u64; 2],
 }

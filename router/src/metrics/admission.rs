@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use super::exemplar::{Exemplar, SECONDS, Traced, seconds};
 use super::{Seen, outcome, whole};
-use crate::admission::{REASONS, Reason};
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct OfTenant {
@@ -52,7 +51,7 @@ pub(super) struct AdmissionMetrics {
 }
 
 impl AdmissionMetrics {
-    pub fn register(registry: &mut Registry) -> Self {
+    pub fn register(registry: &mut Registry, reasons: &[&'static str]) -> Self {
         let histogram: fn() -> Traced = || Traced::new(SECONDS.into_iter());
         let own = Self {
             depth: Family::default(),
@@ -88,14 +87,14 @@ impl AdmissionMetrics {
         let refused = "Registrations of nodes that were refused";
         registry.register("tandem_registrations_refused", refused, own.registrations.clone());
         let _ = own.wait.get_or_create(&Level { priority: 0 });
-        for reason in REASONS {
-            let _ = own.refused.get_or_create(&Why { reason: reason.as_str() });
+        for reason in reasons {
+            let _ = own.refused.get_or_create(&Why { reason });
         }
         own
     }
 
-    pub fn refused(&self, reason: Reason) {
-        self.refused.get_or_create(&Why { reason: reason.as_str() }).inc();
+    pub fn refused(&self, reason: &'static str) {
+        self.refused.get_or_create(&Why { reason }).inc();
     }
 
     pub fn served(&self, tenant: &str, prompt: u32, generated: u32) {
@@ -110,17 +109,18 @@ impl AdmissionMetrics {
     }
 
     /// Tenants that are no longer known leave no series behind.
-    pub fn set(&self, Seen { tenants, depths, intake, strangers, registrations, .. }: &Seen) {
+    pub fn set(&self, seen: &Seen) {
+        let Seen { tenants, depths, strangers, registrations, .. } = seen;
         tenants.iter().for_each(|tenant| self.served(tenant, 0, 0));
         self.strangers.inner().store(*strangers, Ordering::Relaxed);
         for (kind, count) in registrations {
             let refused = self.registrations.get_or_create(&Why { reason: outcome(*kind) });
             refused.inner().store(*count, Ordering::Relaxed);
         }
-        self.body_bytes.set(whole(intake.body_bytes));
-        self.texts_working.set(whole(intake.working));
-        self.texts_waiting.set(whole(intake.waiting));
-        self.intake_refused.inner().store(intake.refused, Ordering::Relaxed);
+        self.body_bytes.set(whole(seen.body_bytes));
+        self.texts_working.set(whole(seen.texts_working));
+        self.texts_waiting.set(whole(seen.texts_waiting));
+        self.intake_refused.inner().store(seen.intake_refused, Ordering::Relaxed);
         self.depth.clear();
         for (tenant, depth) in depths {
             self.depth.get_or_create(&OfTenant { tenant: tenant.to_string() }).set(whole(*depth));

@@ -7,7 +7,7 @@ use prometheus_client::metrics::exemplar::HistogramWithExemplars;
 use tandem_proto::TraceContext;
 use tandem_proto::trace::hex;
 
-use crate::record::pace::Arrivals;
+use crate::record::token_pace::Arrivals;
 
 /// Down to 0.5 ms, up to two minutes.
 pub(super) const SECONDS: [f64; 18] =

@@ -1,5 +1,6 @@
 //! Our own series: what requests took, how they ended, what was planned and retried, and the nodes as they are. Those
 //! of admission, ports and ways have files of their own.
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use prometheus_client::encoding::EncodeLabelSet;
@@ -10,12 +11,11 @@ use prometheus_client::registry::Registry;
 use tandem_proto::{ERROR_KINDS, ErrorKind, v1};
 
 use super::exemplar::{Exemplar, SECONDS, Traced, observe_gaps, seconds};
-use super::{Seen, outcome, whole};
-use crate::failure::{BOUNDS, Bound, CAUSES, Failure};
+use super::{Labels, Seen, outcome, whole};
 use crate::membership::DEATHS;
 use crate::membership::breaker::Circuit;
-use crate::record::pace::Arrivals;
 use crate::record::timeline::Phase;
+use crate::record::token_pace::Arrivals;
 use crate::record::{OBJECTIVES, Record};
 use crate::select::{PLANS, Plan, Role};
 
@@ -83,7 +83,7 @@ struct Died {
 struct NodeInstance {
     node_role: &'static str,
     /// `instance` is this process's own.
-    node_instance: String,
+    node_instance: Arc<str>,
 }
 
 /// A histogram for each kind of plan.
@@ -136,7 +136,7 @@ impl Drop for WaitsForNode {
 }
 
 impl Own {
-    pub fn register(registry: &mut Registry) -> Self {
+    pub fn register(registry: &mut Registry, labels: &Labels) -> Self {
         let own = Self {
             requests: Family::default(),
             ttft: Traced::new(SECONDS.into_iter()),
@@ -228,13 +228,13 @@ impl Own {
         registry.register("tandem_index_blocks", "KV blocks known to be cached somewhere", own.index_blocks.clone());
         registry.register("tandem_index_evicted", "Blocks forgotten by the full index", own.index_evicted.clone());
         registry.register("tandem_index_gaps", "Gaps in nodes' streams of cache events", own.index_gaps.clone());
-        own.begin();
+        own.begin(labels);
         own
     }
 
     /// Every series that can be known is there from the start: a counter that appears at its first event has no rate
     /// for it, and an alert does not see it.
-    fn begin(&self) {
+    fn begin(&self, Labels { causes, bounds, .. }: &Labels) {
         for outcome in ERROR_KINDS.into_iter().map(outcome).chain(["ok"]) {
             let _ = self.requests.get_or_create(&Outcome { outcome });
         }
@@ -251,12 +251,11 @@ impl Own {
             let _ = self.prediction_error_ms.get_or_create(&of);
             let _ = self.prediction_error_ratio.get_or_create(&of);
         }
-        for (node_role, cause) in ROLES.into_iter().flat_map(|role| CAUSES.map(|cause| (role.as_str(), cause.as_str())))
-        {
-            let _ = self.replans.get_or_create(&Replanned { node_role, cause });
+        for (role, cause) in ROLES.into_iter().flat_map(|role| causes.iter().map(move |cause| (role, cause))) {
+            let _ = self.replans.get_or_create(&Replanned { node_role: role.as_str(), cause });
         }
-        for bound in BOUNDS {
-            let _ = self.replan_exhausted.get_or_create(&Exhausted { bound: bound.as_str() });
+        for bound in bounds {
+            let _ = self.replan_exhausted.get_or_create(&Exhausted { bound });
         }
     }
 
@@ -281,8 +280,8 @@ impl Own {
             note(&self.prediction_error_ms.get_or_create(&of), off_ms);
             note(&self.prediction_error_ratio.get_or_create(&of), off_ms / actual_ms.max(f64::MIN_POSITIVE));
         }
-        if let Some(rhythm) = &record.pace.rhythm {
-            note(&self.handoff_gap, seconds(rhythm.first));
+        if let Some(itl) = &record.pace.itl {
+            note(&self.handoff_gap, seconds(itl.first));
             observe_gaps(&self.itl, arrivals, trace);
         }
         if record.verified.is_some() {
@@ -296,11 +295,11 @@ impl Own {
 
     /// What is looked at when somebody scrapes.
     pub fn set(&self, seen: &Seen) {
-        let Seen { nodes, breakers, requests, retrying, retry_limit, spans_dropped, index, .. } = seen;
-        self.inflight.set(whole(requests.inflight));
+        let Seen { nodes, breakers, inflight, queued, retrying, retry_limit, spans_dropped, index, .. } = seen;
+        self.inflight.set(whole(*inflight));
         self.retrying.set(whole(*retrying));
         self.retry_budget.set(whole(*retry_limit));
-        self.queued.set(whole(requests.queued));
+        self.queued.set(whole(*queued));
         self.nodes.get_or_create(&NodeRole { node_role: "prefill" }).set(nodes.prefill_nodes.into());
         self.nodes.get_or_create(&NodeRole { node_role: "decode" }).set(nodes.decode_nodes.into());
         for death in DEATHS {
@@ -310,7 +309,7 @@ impl Own {
         // Nodes that are gone leave no series behind.
         self.breaker_state.clear();
         for (role, node, circuit) in &breakers.nodes {
-            let of = NodeInstance { node_role: role.as_str(), node_instance: node.clone() };
+            let of = NodeInstance { node_role: role.as_str(), node_instance: Arc::clone(node) };
             self.breaker_state.get_or_create(&of).set(match circuit {
                 Circuit::Closed => 0,
                 Circuit::HalfOpen => 1,
@@ -350,15 +349,15 @@ impl Own {
         self.plans.get_or_create(&Planned { plan: plan.as_str() }).inc();
     }
 
-    /// A request goes on with other nodes after this failure.
-    pub fn replanned(&self, failure: &Failure) {
-        let of = Replanned { node_role: failure.role.as_str(), cause: failure.cause.as_str() };
+    /// A request goes on with other nodes after the node of this role failed.
+    pub fn replanned(&self, role: Role, cause: &'static str) {
+        let of = Replanned { node_role: role.as_str(), cause };
         self.replans.get_or_create(&of).inc();
     }
 
     /// A request failed because there were enough attempts, or they took long enough.
-    pub fn replan_exhausted(&self, bound: Bound) {
-        self.replan_exhausted.get_or_create(&Exhausted { bound: bound.as_str() }).inc();
+    pub fn replan_exhausted(&self, bound: &'static str) {
+        self.replan_exhausted.get_or_create(&Exhausted { bound }).inc();
     }
 
     /// A client took no token for so long that it was given up.

@@ -11,11 +11,10 @@ use tandem_proto::v1;
 
 use super::cache::Cache;
 use super::exemplar::{Exemplar, SECONDS, Traced, observe_gaps, seconds};
-use super::whole;
-use crate::admission::Counts;
+use super::{Seen, whole};
 use crate::membership::Totals;
-use crate::record::pace::Arrivals;
 use crate::record::timeline::Phase;
+use crate::record::token_pace::Arrivals;
 use crate::record::{Record, reason_text};
 
 const TOKENS: [f64; 14] = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4];
@@ -124,8 +123,8 @@ impl Vllm {
     }
 
     /// What is looked at when somebody scrapes; `seeking` of the admitted requests look for a node.
-    pub fn set(&self, nodes: &Totals, requests: Counts, seeking: usize) {
-        let (running, waiting) = states(nodes, requests, seeking);
+    pub fn set(&self, Seen { nodes, inflight, queued, .. }: &Seen, seeking: usize) {
+        let (running, waiting) = states(nodes, (*inflight, *queued), seeking);
         self.running.set(whole(running));
         self.waiting.set(whole(waiting));
         let used = nodes.total_blocks.saturating_sub(nodes.free_blocks);
@@ -135,11 +134,11 @@ impl Vllm {
 }
 
 /// How many requests run and how many wait: together all that are in the router.
-fn states(nodes: &Totals, requests: Counts, seeking: usize) -> (usize, usize) {
+fn states(nodes: &Totals, (inflight, queued): (usize, usize), seeking: usize) -> (usize, usize) {
     let on_nodes = usize::try_from(nodes.waiting()).unwrap_or(usize::MAX);
     // The counts are of three moments.
-    let idle = on_nodes.saturating_add(seeking).min(requests.inflight);
-    (requests.inflight - idle, requests.queued + idle)
+    let idle = on_nodes.saturating_add(seeking).min(inflight);
+    (inflight - idle, queued + idle)
 }
 
 #[cfg(test)]
@@ -148,13 +147,12 @@ mod tests {
 
     #[test]
     fn a_request_runs_or_waits_once() {
-        let counts = |inflight, queued| Counts { inflight, queued };
         let busy = Totals { with_prefill: 50, ..Totals::default() };
-        assert_eq!(states(&busy, counts(50, 0), 0), (50, 0), "prompts in progress do not wait");
+        assert_eq!(states(&busy, (50, 0), 0), (50, 0), "prompts in progress do not wait");
         let full = Totals { with_prefill: 50, beyond_prefill: 10, beyond_decode: 40, ..Totals::default() };
-        assert_eq!(states(&full, counts(90, 3), 0), (80, 13), "nobody waits for decode before the first token");
+        assert_eq!(states(&full, (90, 3), 0), (80, 13), "nobody waits for decode before the first token");
         let local = Totals { beyond_decode: 4, ..Totals::default() };
-        assert_eq!(states(&local, counts(12, 0), 1), (7, 5));
-        assert_eq!(states(&local, counts(2, 0), 1), (0, 2), "all of them, though the node was looked at later");
+        assert_eq!(states(&local, (12, 0), 1), (7, 5));
+        assert_eq!(states(&local, (2, 0), 1), (0, 2), "all of them, though the node was looked at later");
     }
 }

@@ -127,15 +127,15 @@ impl Record {
         if let Some(ttft) = self.ttft() {
             span = span.attr("tandem.ttft_ms", ms(ttft)).attr("gen_ai.latency.time_to_first_token", ttft.as_secs_f64());
         }
-        if let Some(rhythm) = &self.pace.rhythm {
+        if let Some(itl) = &self.pace.itl {
             span = span
-                .attr("tandem.tpot_ms", ms(rhythm.mean))
-                .attr("tandem.handoff_gap_ms", ms(rhythm.first))
-                .attr("tandem.itl.p50_ms", ms(rhythm.p50))
-                .attr("tandem.itl.p99_ms", ms(rhythm.p99))
-                .attr("tandem.itl.max_ms", ms(rhythm.longest))
-                .attr("tandem.smoothness", rhythm.smoothness)
-                .attr("tandem.stalls", rhythm.stalls);
+                .attr("tandem.tpot_ms", ms(itl.mean))
+                .attr("tandem.handoff_gap_ms", ms(itl.first))
+                .attr("tandem.itl.p50_ms", ms(itl.p50))
+                .attr("tandem.itl.p99_ms", ms(itl.p99))
+                .attr("tandem.itl.max_ms", ms(itl.longest))
+                .attr("tandem.smoothness", itl.smoothness)
+                .attr("tandem.stalls", itl.stalls);
         }
         span
     }
@@ -158,7 +158,7 @@ fn routed(mut span: SpanBuilder, chosen: &Chosen) -> SpanBuilder {
                 ("tandem.route.exposed_ms", Value::from(terms.exposed_ms)),
                 ("tandem.route.wait_decode_ms", Value::from(terms.wait_decode_ms)),
                 ("tandem.route.step_ms", Value::from(terms.step_ms)),
-                ("tandem.route.harm_ms", Value::from(terms.harm_ms)),
+                ("tandem.route.interference_ms", Value::from(terms.interference_ms)),
                 ("tandem.route.total_ms", Value::from(candidate.total_ms)),
                 ("tandem.route.ttft_ms", Value::from(candidate.ttft_ms())),
                 ("tandem.route.cached_tokens", Value::from(candidate.cached_tokens)),

@@ -12,11 +12,12 @@
 //! - **step**: one step of the decode node's batch with this request in it, at the context that it starts with;
 //! - **wait for decode**: until there is room ([`room_ms`]), or until the prompts that the node computes itself no
 //!   longer slow its steps; only what outlasts the prefill counts, as the reservation runs beside it;
-//! - **local prefill**: the same tokens in steps that also carry the node's running streams, and the **harm** to these:
-//!   each of them waits for what the prompt adds to the steps ([`harm_ms`]), who begins meanwhile for the rest of it
-//!   ([`super::coming`]);
-//! - **crowd**: where the two nodes of a pair share their cores ([`super::processor`]), the prompt and the streams slow
-//!   each other down as long as both run ([`crowd`]): the prefill is longer by it, and harm is done to the streams.
+//! - **local prefill**: the same tokens in steps that also carry the node's running streams;
+//! - **interference**: what a prompt delays the streams beside it (DistServe, <https://arxiv.org/abs/2401.09670>). Each
+//!   stream waits for what the prompt adds to the steps ([`interference_ms`]), and one that begins meanwhile for the
+//!   rest of that ([`super::pending_streams`]);
+//! - **contention**: where the two nodes of a pair share their cores ([`super::processor`]), prompt and streams slow
+//!   each other down as long as both run ([`contention`]). The prefill takes longer, and interferes with the streams.
 use super::NodeView;
 use crate::capacity::Demand;
 
@@ -170,7 +171,7 @@ pub struct LocalTerms {
 
 /// What the two nodes of a pair make each other wait for where they share their cores: as long as both compute.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Crowd {
+pub struct Contention {
     /// The prompt, milliseconds.
     pub prefill_ms: f64,
     /// Each running stream, milliseconds.
@@ -179,7 +180,7 @@ pub struct Crowd {
     pub prompts_ms: f64,
 }
 
-impl Crowd {
+impl Contention {
     /// They share nothing.
     pub const NONE: Self = Self { prefill_ms: 0.0, delay_ms: 0.0, prompts_ms: 0.0 };
 }
@@ -227,15 +228,15 @@ pub fn local(node: &NodeView, like: &NodeView, cost: &StepCost, demand: &Demand)
     let steps = (f64::from(tokens) / budget).ceil();
     let added_ms = cost.tokens_ms(cached_tokens.into(), tokens.into()) * like.prefill_factor;
     let running_ms = steps * cost.step_ms(streams, node.context_tokens(demand)) * like.prefill_factor;
-    let (crowding, delays) = match like.session == node.session {
+    let (contention, delays) = match like.session == node.session {
         true => (0.0, 0.0),
-        false => (node.processor.crowding(&like.processor), node.processor.delays(&like.processor)),
+        false => (node.processor.contention(&like.processor), node.processor.delays(&like.processor)),
     };
     let alone_ms = added_ms + running_ms;
-    let delayed = node.coming.delayed(node.requests(), node.backlog_ms, alone_ms);
+    let delayed = node.pending_streams.delayed(node.requests(), node.backlog_ms, alone_ms);
     let both_ms = alone_ms.min(like.backlog_ms);
     LocalTerms {
-        prefill_ms: alone_ms + crowding * both_ms,
+        prefill_ms: alone_ms + contention * both_ms,
         delay_ms: added_ms * delayed,
         prompts_ms: delays * both_ms,
         factor: like.prefill_factor,
@@ -246,7 +247,7 @@ pub fn local(node: &NodeView, like: &NodeView, cost: &StepCost, demand: &Demand)
 /// What it costs the streams of `node` to wait for `delay_ms` each, in milliseconds of TTFT, of which `step_weight` are
 /// worth one of TPOT: over the tokens that follow an answer's first one the delay is as much of its TPOT. Without such
 /// tokens there is none; below one in the mean, as many answers have one.
-pub fn harm_ms(node: &NodeView, demand: &Demand, delay_ms: f64, step_weight: f64) -> f64 {
+pub fn interference_ms(node: &NodeView, demand: &Demand, delay_ms: f64, step_weight: f64) -> f64 {
     let further = answer_tokens(node, demand) - 1.0;
     match streams(node) * delay_ms * further.min(1.0 / further) {
         // Whatever the weight is.
@@ -257,18 +258,18 @@ pub fn harm_ms(node: &NodeView, demand: &Demand, delay_ms: f64, step_weight: f64
 
 /// A prefill of `prefill_ms` on `prefill` beside the prompts and streams of `decode`, whose steps take `step_ms`. What
 /// runs when the prompt begins is taken to be what runs now: others come when these end.
-pub fn crowd(prefill: &NodeView, prefill_ms: f64, decode: &NodeView, step_ms: f64, demand: &Demand) -> Crowd {
-    let crowding = prefill.processor.crowding(&decode.processor);
-    if crowding == 0.0 || streams(decode) == 0.0 {
-        return Crowd::NONE;
+pub fn contention(prefill: &NodeView, prefill_ms: f64, decode: &NodeView, step_ms: f64, demand: &Demand) -> Contention {
+    let contention = prefill.processor.contention(&decode.processor);
+    if contention == 0.0 || streams(decode) == 0.0 {
+        return Contention::NONE;
     }
     // Half of its answer is still to come from one that runs, in the mean, and all of it from others. What is reserved
     // and not filled does not tell: requests share blocks.
     let running = f64::from(decode.running) / decode.requests();
     let streams_ms = answer_tokens(decode, demand) * (1.0 - 0.5 * running.min(1.0)) * step_ms;
     let delays = prefill.processor.delays(&decode.processor);
-    Crowd {
-        prefill_ms: crowding * prefill_ms.min(decode.backlog_ms + streams_ms),
+    Contention {
+        prefill_ms: contention * prefill_ms.min(decode.backlog_ms + streams_ms),
         delay_ms: delays * prefill_ms.min(streams_ms),
         prompts_ms: delays * prefill_ms.min(decode.backlog_ms),
     }
@@ -329,7 +330,7 @@ pub fn step_tokens(node: &NodeView) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::coming::Coming;
+    use super::super::pending_streams::PendingStreams;
     use super::super::processor::Processor;
     use super::super::tests::{DEMAND, node};
     use super::super::{Role, Work};
@@ -422,20 +423,20 @@ mod tests {
     }
 
     #[test]
-    fn a_local_prompt_harms_every_stream() {
+    fn a_local_prompt_interferes_with_every_stream() {
         let mut decode_node = node(3, Role::Decode);
         let alone = local(&decode_node, &decode_node, &COST, &DEMAND);
-        assert_eq!(harm_ms(&decode_node, &DEMAND, alone.delay_ms, 10.0), 0.0);
+        assert_eq!(interference_ms(&decode_node, &DEMAND, alone.delay_ms, 10.0), 0.0);
         assert!((alone.prefill_ms - (2.0 + 50.0 + 50.5)).abs() < 1e-9, "{alone:?}");
         decode_node.running = 2;
         decode_node.reported = Work { requests: 2, context: 200, ..Work::default() };
         let busy = local(&decode_node, &decode_node, &COST, &DEMAND);
         assert!((busy.delay_ms - 100.5).abs() < 1e-9, "{busy:?}");
         assert!((busy.prefill_ms - (100.5 + 2.0 + 1.0 + 2.0)).abs() < 1e-9, "{busy:?}");
-        decode_node.coming = Coming { requests: 1, within_ms: busy.prefill_ms };
+        decode_node.pending_streams = PendingStreams { requests: 1, within_ms: busy.prefill_ms };
         let later = local(&decode_node, &decode_node, &COST, &DEMAND);
         assert!((later.delay_ms - 0.75 * 100.5).abs() < 1e-9, "one of them begins half-way through it: {later:?}");
-        decode_node.coming = Coming::default();
+        decode_node.pending_streams = PendingStreams::default();
         decode_node.cached_blocks_of_prompt = 6;
         assert!((local(&decode_node, &decode_node, &COST, &DEMAND).delay_ms - (2.0 + 0.01 * 394.0)).abs() < 1e-9);
     }
@@ -444,47 +445,47 @@ mod tests {
     fn a_delay_counts_as_time_per_token_of_the_answers_that_wait() {
         let mut decode_node = node(3, Role::Decode);
         decode_node.reported.requests = 2;
-        let harms = |node: &NodeView, streams: f64, further: f64| {
-            let harm_ms = harm_ms(node, &DEMAND, 50.0, 10.0);
-            assert!((harm_ms - streams * 50.0 * 10.0 / further).abs() < 1e-9, "{further}: {harm_ms}");
+        let interferes = |node: &NodeView, streams: f64, further: f64| {
+            let interference_ms = interference_ms(node, &DEMAND, 50.0, 10.0);
+            assert!((interference_ms - streams * 50.0 * 10.0 / further).abs() < 1e-9, "{further}: {interference_ms}");
         };
         // Somebody else's: they are taken to be as long as this one.
-        harms(&decode_node, 2.0, 99.0);
+        interferes(&decode_node, 2.0, 99.0);
         for (answers, further) in [(40, 19.0), (4, 1.0), (3, 2.0), (2, f64::INFINITY), (1_000_000, USUAL_ANSWER - 1.0)]
         {
             decode_node.held = Work { requests: 2, answers, ..Work::default() };
-            harms(&decode_node, 2.0, further);
+            interferes(&decode_node, 2.0, further);
         }
         decode_node.max_running = 1;
-        harms(&decode_node, 1.0, USUAL_ANSWER - 1.0);
+        interferes(&decode_node, 1.0, USUAL_ANSWER - 1.0);
     }
 
     #[test]
     fn nodes_on_the_same_cores_slow_each_other_down_while_both_compute() {
         let shared = Processor::reported(Some(&v1::Processor { id: 1, cores: 4, threads: 3 }));
         let (mut prefill_node, mut decode_node) = (node(1, Role::Prefill), node(3, Role::Decode));
-        let crowded = |p: &NodeView, d: &NodeView| crowd(p, 300.0, d, 2.0, &DEMAND);
+        let contended = |p: &NodeView, d: &NodeView| contention(p, 300.0, d, 2.0, &DEMAND);
         (prefill_node.processor, decode_node.processor) = (shared, shared);
-        assert_eq!(crowded(&prefill_node, &decode_node), Crowd::NONE, "nothing runs there");
+        assert_eq!(contended(&prefill_node, &decode_node), Contention::NONE, "nothing runs there");
         (decode_node.running, decode_node.reported.requests) = (2, 2);
-        let until_they_end = Crowd { prefill_ms: 50.0, delay_ms: 50.0, prompts_ms: 0.0 };
+        let until_they_end = Contention { prefill_ms: 50.0, delay_ms: 50.0, prompts_ms: 0.0 };
         assert_eq!(
-            crowded(&prefill_node, &decode_node),
+            contended(&prefill_node, &decode_node),
             until_they_end,
             "half of a hundred tokens each, and half as many cores as too few"
         );
         decode_node.backlog_ms = 50.0;
         assert_eq!(
-            crowded(&prefill_node, &decode_node),
-            Crowd { prefill_ms: 75.0, prompts_ms: 25.0, ..until_they_end }
+            contended(&prefill_node, &decode_node),
+            Contention { prefill_ms: 75.0, prompts_ms: 25.0, ..until_they_end }
         );
         decode_node.backlog_ms = 500.0;
         assert_eq!(
-            crowded(&prefill_node, &decode_node),
-            Crowd { prefill_ms: 150.0, prompts_ms: 150.0, ..until_they_end }
+            contended(&prefill_node, &decode_node),
+            Contention { prefill_ms: 150.0, prompts_ms: 150.0, ..until_they_end }
         );
         decode_node.running = 0;
-        assert_eq!(crowded(&prefill_node, &decode_node).delay_ms, 100.0, "all of them");
+        assert_eq!(contended(&prefill_node, &decode_node).delay_ms, 100.0, "all of them");
         let alone = local(&decode_node, &prefill_node, &COST, &DEMAND);
         prefill_node.backlog_ms = 60.0;
         let beside = local(&decode_node, &prefill_node, &COST, &DEMAND);
@@ -492,7 +493,7 @@ mod tests {
         prefill_node.prefill_factor = 2.0;
         assert_eq!(local(&decode_node, &prefill_node, &COST, &DEMAND).delay_ms, 2.0 * alone.delay_ms);
         prefill_node.processor = Processor::default();
-        assert_eq!(crowded(&prefill_node, &decode_node), Crowd::NONE);
+        assert_eq!(contended(&prefill_node, &decode_node), Contention::NONE);
     }
 
     #[test]
@@ -551,7 +552,7 @@ mod tests {
         assert_eq!(decode(&decode_node, &flat, &DEMAND).step_ms, 2.0);
         assert_eq!(prefill(&decode_node, &flat, &DEMAND), prefill(&decode_node, &COST, &DEMAND));
         assert_eq!(flat.queue_ms(100, 1, 0, 512), COST.queue_ms(100, 1, 0, 512));
-        // The streams' part of the mixed steps is gone, and the harm of the prompt is what it was.
+        // The streams' part of the mixed steps is gone, and the interference of the prompt is what it was.
         let (busy, without) =
             (local(&decode_node, &decode_node, &COST, &DEMAND), local(&decode_node, &decode_node, &flat, &DEMAND));
         assert!((busy.prefill_ms - without.prefill_ms - 3.0).abs() < 1e-9 && busy.delay_ms == without.delay_ms);

@@ -43,13 +43,14 @@ pub struct Terms {
     pub step_ms: f64,
     /// What the prompt costs others, in milliseconds of TTFT: the decode node's streams, which wait once and take that
     /// much longer a token; the prompt that it computes, where the two nodes share their cores.
-    pub harm_ms: f64,
+    pub interference_ms: f64,
 }
 
 impl Terms {
     /// All of it, in milliseconds of TTFT.
     pub fn total_ms(&self, settings: &Settings) -> f64 {
-        let once = self.wait_prefill_ms + self.prefill_ms + self.exposed_ms + self.wait_decode_ms + self.harm_ms;
+        let once =
+            self.wait_prefill_ms + self.prefill_ms + self.exposed_ms + self.wait_decode_ms + self.interference_ms;
         once + settings.step_weight() * self.step_ms
     }
 }

@@ -29,7 +29,7 @@ impl Processor {
     /// alone: 0 where they have cores enough. The system is taken to share the cores out evenly. Nodes that lend each
     /// other cores report their own ones, and times of steps that had the others' as well: `p` cores of `p + d` are
     /// left, so that a step takes `d / p` longer.
-    pub fn crowding(&self, other: &Self) -> f64 {
+    pub fn contention(&self, other: &Self) -> f64 {
         if self.id == 0 || self.id != other.id {
             return 0.0;
         }
@@ -38,10 +38,10 @@ impl Processor {
     }
 
     /// By how much work of this node delays the other one that computes as well, as a share of the time that the work
-    /// takes alone. It runs longer by [`Processor::crowding`], and meanwhile the other one is slower by its own.
+    /// takes alone. It runs longer by [`Processor::contention`], and meanwhile the other one is slower by its own.
     pub fn delays(&self, other: &Self) -> f64 {
-        let slower = other.crowding(self);
-        (1.0 + self.crowding(other)) * slower / (1.0 + slower)
+        let slower = other.contention(self);
+        (1.0 + self.contention(other)) * slower / (1.0 + slower)
     }
 }
 
@@ -55,15 +55,15 @@ mod tests {
 
     #[test]
     fn crowded_is_who_has_fewer_cores_than_threads() {
-        assert_eq!(of(7, 2, 2).crowding(&of(7, 2, 2)), 1.0);
-        assert_eq!(of(7, 4, 4).crowding(&of(7, 4, 2)), 0.5);
-        assert_eq!(of(7, 4, 2).crowding(&of(7, 4, 2)), 0.0);
-        assert_eq!(of(7, 64, 2).crowding(&of(7, 64, 2)), 0.0);
-        assert_eq!(of(7, 2, 2).crowding(&of(8, 2, 2)), 0.0);
+        assert_eq!(of(7, 2, 2).contention(&of(7, 2, 2)), 1.0);
+        assert_eq!(of(7, 4, 4).contention(&of(7, 4, 2)), 0.5);
+        assert_eq!(of(7, 4, 2).contention(&of(7, 4, 2)), 0.0);
+        assert_eq!(of(7, 64, 2).contention(&of(7, 64, 2)), 0.0);
+        assert_eq!(of(7, 2, 2).contention(&of(8, 2, 2)), 0.0);
         // Lent cores: 4 of 16 are left, or 12.
-        assert_eq!(of(7, 4, 4).crowding(&of(7, 12, 12)), 3.0);
-        assert!((of(7, 12, 12).crowding(&of(7, 4, 4)) - 1.0 / 3.0).abs() < 1e-9);
-        assert_eq!(of(7, 1, u32::MAX).crowding(&of(7, 1, u32::MAX)), MOST);
+        assert_eq!(of(7, 4, 4).contention(&of(7, 12, 12)), 3.0);
+        assert!((of(7, 12, 12).contention(&of(7, 4, 4)) - 1.0 / 3.0).abs() < 1e-9);
+        assert_eq!(of(7, 1, u32::MAX).contention(&of(7, 1, u32::MAX)), MOST);
     }
 
     #[test]
@@ -78,8 +78,8 @@ mod tests {
 
     #[test]
     fn who_says_nothing_shares_nothing() {
-        assert_eq!(Processor::reported(None).crowding(&Processor::reported(None)), 0.0);
-        assert_eq!(of(0, 2, 2).crowding(&of(0, 2, 2)), 0.0);
-        assert_eq!(of(7, 0, 2).crowding(&of(7, 0, 2)), 0.0);
+        assert_eq!(Processor::reported(None).contention(&Processor::reported(None)), 0.0);
+        assert_eq!(of(0, 2, 2).contention(&of(0, 2, 2)), 0.0);
+        assert_eq!(of(7, 0, 2).contention(&of(7, 0, 2)), 0.0);
     }
 }

@@ -296,7 +296,7 @@ impl<'a> Scorer<'a> {
         side: Side<'a, DecodeTerms>,
         prefills: impl Iterator<Item = &'a NodeView>,
     ) -> Side<'a, (DecodeTerms, LocalTerms)> {
-        let beside = prefills.filter(|prefill| prefill.crowds(side.node));
+        let beside = prefills.filter(|prefill| prefill.contends_with(side.node));
         let like = beside.max_by(|a, b| a.backlog_ms.total_cmp(&b.backlog_ms)).unwrap_or(side.node);
         let of_others = self.prompts.as_ref().filter(|_| !like.computes_prompts);
         let cost = of_others.unwrap_or_else(|| self.cost(like)).beside(self.cost(side.node));
@@ -309,14 +309,14 @@ impl<'a> Scorer<'a> {
     }
 
     fn local_terms(&self, node: &NodeView, decode: &DecodeTerms, local: &LocalTerms) -> Terms {
-        let harm_ms = cost::harm_ms(node, self.demand, local.delay_ms, self.settings.step_weight());
+        let interference_ms = cost::interference_ms(node, self.demand, local.delay_ms, self.settings.step_weight());
         Terms {
             wait_prefill_ms: 0.0,
             prefill_ms: local.prefill_ms,
             exposed_ms: 0.0,
             wait_decode_ms: decode.wait_ms,
             step_ms: decode.step_ms,
-            harm_ms: harm_ms + local.prompts_ms,
+            interference_ms: interference_ms + local.prompts_ms,
         }
     }
 
@@ -357,16 +357,20 @@ impl<'a> Scorer<'a> {
         let pair = (prefill.node.session, decode.node.session);
         let transfer_ms = self.links.transfer_ms(pair, way, decode.terms.missing_blocks);
         let step_ms = decode.terms.step_ms;
-        let crowd = cost::crowd(prefill.node, prefill.terms.prefill_ms, decode.node, step_ms, self.demand);
-        let prefill_ms = prefill.terms.prefill_ms + crowd.prefill_ms;
+        let contention = cost::contention(prefill.node, prefill.terms.prefill_ms, decode.node, step_ms, self.demand);
+        let prefill_ms = prefill.terms.prefill_ms + contention.prefill_ms;
         let terms = Terms {
             wait_prefill_ms: prefill.terms.wait_ms,
             prefill_ms,
             exposed_ms: (transfer_ms - prefill_ms).max(0.0),
             wait_decode_ms: (decode.terms.wait_ms - prefill.terms.wait_ms - prefill_ms).max(0.0),
             step_ms,
-            harm_ms: cost::harm_ms(decode.node, self.demand, crowd.delay_ms, self.settings.step_weight())
-                + crowd.prompts_ms,
+            interference_ms: cost::interference_ms(
+                decode.node,
+                self.demand,
+                contention.delay_ms,
+                self.settings.step_weight(),
+            ) + contention.prompts_ms,
         };
         let score = match self.settings.policy {
             Policy::Joint => terms.total_ms(self.settings),

@@ -28,7 +28,7 @@ pub(super) fn node(session: u64, role: Role) -> NodeView {
         reported: Work::default(),
         routed: Work::default(),
         held: Work::default(),
-        coming: Coming::default(),
+        pending_streams: PendingStreams::default(),
         processor: Processor::default(),
         step_cost: COST,
         prefill_factor: 1.0,
@@ -279,7 +279,7 @@ fn local_prefill_where_it_costs_less() {
     nodes[1].held = Work { requests: 6, answers: 6 * 10, ..Work::default() };
     assert_eq!(best(&nodes), pair, "now they are short");
     nodes[1].cached_blocks_of_prompt = 6;
-    assert_eq!(best(&nodes), local, "four tokens harm nobody much");
+    assert_eq!(best(&nodes), local, "four tokens delay nobody much");
     nodes[0].backlog_ms = 0.0;
     assert_eq!(best(&nodes), local, "a short suffix of a cached prompt");
 }
@@ -295,7 +295,7 @@ fn nodes_that_share_their_cores_gain_nothing_by_a_pair() {
     assert_eq!(best(&nodes), pair, "each has its own");
     let shared = Processor::reported(Some(&tandem_proto::v1::Processor { id: 1, cores: 2, threads: 2 }));
     nodes.iter_mut().for_each(|node| node.processor = shared);
-    assert_eq!(best(&nodes), local, "the prompt takes twice as long beside them, and harms them as much");
+    assert_eq!(best(&nodes), local, "the prompt takes twice as long beside them, and delays them as much");
     nodes[1].held.answers = 4 * 12;
     assert_eq!(best(&nodes), pair, "they are soon out of its way");
 }
@@ -431,8 +431,8 @@ fn best_of_all(nodes: &[NodeView], links: &Links, demand: &Demand, settings: &Se
         }
         if settings.local != Never {
             let local = cost::local(d, d, &d.step_cost, demand);
-            let harm_ms = cost::harm_ms(d, demand, local.delay_ms, weight);
-            offer(d.shut, decode.wait_ms + local.prefill_ms + harm_ms + weight * decode.step_ms);
+            let interference_ms = cost::interference_ms(d, demand, local.delay_ms, weight);
+            offer(d.shut, decode.wait_ms + local.prefill_ms + interference_ms + weight * decode.step_ms);
         }
     }
     best.map(|(_, total_ms)| total_ms)

@@ -172,8 +172,8 @@ impl Ways {
         std::iter::once(first).chain(common).find(|domain| !cooling(*domain)).or(Some(first))
     }
 
-    /// The way with this number, of this pair, as it is told.
-    pub fn told(&self, prefill: &NodeView, decode: &NodeView, domain: u32) -> Option<PairWay> {
+    /// The way with this number, of this pair, for people.
+    pub fn describe(&self, prefill: &NodeView, decode: &NodeView, domain: u32) -> Option<PairWay> {
         let known = self.known(domain)?;
         let best = common(&prefill.domains, &decode.domains).next().filter(|best| *best != domain);
         let instead_of = best.and_then(|best| self.known(best)).map(|best| Arc::clone(&best.name));

@@ -53,7 +53,7 @@ async fn tokens_of_other_caches_are_counted_when_they_are_asked_for_and_when_the
 
     let stream = cluster.service.generate(request()).unwrap();
     let (mut prefill, _, decode, _) = cluster.legs().await;
-    decode.send(super::exchange::tests::reserved()).await;
+    decode.send(super::attempt_protocol::tests::reserved()).await;
     told(&mut prefill).await;
     decode.fail(Status::data_loss("checksum of block 0")).await;
     assert!(read(stream).await.2.is_err());

@@ -1,5 +1,5 @@
 //! Requests that a decode node answers alone, and the ways from there to a pair and back.
-use super::super::exchange::tests::local_first;
+use super::super::attempt_protocol::tests::local_first;
 use super::fakes::{join_decode, join_prefill, router_of};
 use super::replans::{breaker, ids, metric};
 use super::*;

@@ -1,6 +1,6 @@
 //! Requests whose nodes fail: another pair goes on, and the client sees each token once.
 //! Long because each moment at which a node can fail is a test: who goes on differs from one to the next.
-use super::super::exchange::tests::{delivered_to, reserved_by, undelivered};
+use super::super::attempt_protocol::tests::{delivered_to, reserved_by, undelivered};
 use super::fakes::{join_decode, join_decode_of, join_prefill, join_prefill_of};
 use super::*;
 use crate::api::Service;

@@ -1,7 +1,7 @@
 //! Many requests whose nodes fail at once: how many are tried again at a time, where there is room, and in which order.
 use std::collections::VecDeque;
 
-use super::super::exchange::tests::reserved_by;
+use super::super::attempt_protocol::tests::reserved_by;
 use super::super::retry_budget::FLOOR;
 use super::replans::{ids, metric, until};
 use super::*;

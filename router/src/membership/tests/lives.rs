@@ -48,10 +48,7 @@ fn a_booking_that_was_on_its_way_at_a_report_still_counts() {
     let (membership, now) = (membership(), Instant::now());
     let [p, _d] = [("p", v1::Role::Prefill), ("d", v1::Role::Decode)]
         .map(|(id, role)| membership.register(register(id, role, 1), now).unwrap().session);
-    let routed = || {
-        let table = lock(&membership.table);
-        table.routed_of(p)
-    };
+    let routed = || membership.table.with(|table| table.routed_of(p));
     let (first, second) = (route(&membership, 100, 10).unwrap(), route(&membership, 60, 10).unwrap());
     assert_eq!((routed().requests, routed().tokens), (2, 160));
     let seen = |prompts| {

@@ -22,7 +22,7 @@ fn blocks(router: &Membership, tenant: &str, own: &str) -> Vec<SequenceHash> {
 }
 
 fn hit(router: &Membership, names: &[SequenceHash]) -> Vec<u32> {
-    lock(&router.table).cached_of(names, Instant::now())
+    router.table.with(|table| table.cached_of(names, Instant::now()))
 }
 
 #[test]

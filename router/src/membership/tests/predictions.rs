@@ -54,21 +54,21 @@ fn who_waits_for_its_kv_is_less_in_the_way_of_a_local_prompt_until_it_begins() {
     let start = Instant::now();
     let (membership, ..) = measured_pair(start);
     let auto = membership.clone().with_local_prefill(LocalPrefill::Auto);
-    let harm_ms = |now| {
+    let interference_ms = |now| {
         let told = auto.route(&ask(100, 10), &Wish::default(), now).unwrap();
-        told.candidates.iter().find(|plan| plan.plan() == Plan::Local).unwrap().terms.harm_ms
+        told.candidates.iter().find(|plan| plan.plan() == Plan::Local).unwrap().terms.interference_ms
     };
-    assert_eq!(harm_ms(start), 0.0);
+    assert_eq!(interference_ms(start), 0.0);
     // Computed on the prefill node for 110 ms, about as long as the local one: it waits for half of that in the mean.
     let first = membership.route(&ask(100, 10), &Wish::default(), start).unwrap();
-    let begins_later = harm_ms(start);
+    let begins_later = interference_ms(start);
     first.computed(start);
-    let runs = harm_ms(start);
+    let runs = interference_ms(start);
     assert!((0.5..0.51).contains(&(begins_later / runs)), "{begins_later} beside {runs}");
     let second = membership.route(&ask(100, 10), &Wish::default(), start).unwrap();
-    assert!(harm_ms(start) < 2.0 * runs);
+    assert!(interference_ms(start) < 2.0 * runs);
     drop(second);
-    assert_eq!(harm_ms(start), runs, "given up");
+    assert_eq!(interference_ms(start), runs, "given up");
 }
 
 #[test]

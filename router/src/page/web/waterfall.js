@@ -6,7 +6,7 @@ import { bytes, element, ms, whole } from "./elements.js";
 const MAX_DEPTH = 12;
 const MAX_CANDIDATES = 50;
 const TERMS = [["wait p", "wait_prefill_ms"], ["prefill", "prefill_ms"], ["exposed", "exposed_ms"], ["wait d", "wait_decode_ms"],
-  ["step", "step_ms"], ["harm", "harm_ms"], ["total", "total_ms"], ["TTFT", "ttft_ms"]];
+  ["step", "step_ms"], ["interference", "interference_ms"], ["total", "total_ms"], ["TTFT", "ttft_ms"]];
 
 /** The elements for a trace; of several requests in it, the one with this root span. */
 export function waterfall(trace, request) {

@@ -38,7 +38,7 @@ fn two_ways() -> (Ways, NodeView, NodeView) {
 }
 
 fn name(ways: &Ways, prefill: &NodeView, decode: &NodeView) -> Option<(String, Option<String>)> {
-    let told = ways.told(prefill, decode, ways.between(prefill, decode)?)?;
+    let told = ways.describe(prefill, decode, ways.between(prefill, decode)?)?;
     Some((told.name.to_string(), told.instead_of.map(|name| name.to_string())))
 }
 
@@ -164,7 +164,7 @@ proptest! {
             for (decode, receives) in of(Role::Decode) {
                 let fit = sends.compatibility_digest == receives.compatibility_digest;
                 let expected = common_way(&sends.transports, &receives.transports).filter(|_| fit);
-                let told = ways.between(prefill, decode).and_then(|way| ways.told(prefill, decode, way));
+                let told = ways.between(prefill, decode).and_then(|way| ways.describe(prefill, decode, way));
                 let told = told.map(|way| (way.name.to_string(), way.build_id.to_string()));
                 apart += usize::from(fit && told.is_none());
                 prop_assert_eq!(told, expected.map(|way| (way.name, way.domain.build_id)));

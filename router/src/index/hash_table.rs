@@ -1,5 +1,4 @@
-//! Where the entry of a hash is: an open-addressing table from hashes to entry numbers. Knows neither entries nor
-//! nodes.
+//! An open-addressing hash table, from hashes of blocks to entry numbers. Knows neither entries nor nodes.
 //!
 //! It is its own and not std's map for two reasons. A look-up reads one cache line here, and std's map two, and a
 //! prompt of 1,000 blocks is 1,000 look-ups in a table that is far larger than a cache. And it grows in [`SHARDS`]
@@ -17,7 +16,7 @@ const EMPTY: u64 = u64::MAX;
 
 /// See the head of this file. Entry numbers are below `u32::MAX`.
 #[derive(Debug)]
-pub(super) struct Places {
+pub(super) struct HashTable {
     shards: Vec<Shard>,
 }
 
@@ -49,7 +48,7 @@ fn folded(a: u64, b: u64) -> u64 {
     (product as u64) ^ ((product >> 64) as u64)
 }
 
-impl Places {
+impl HashTable {
     pub fn new() -> Self {
         Self { shards: vec![Shard::default(); SHARDS] }
     }
@@ -153,39 +152,39 @@ mod tests {
         /// Few shards and few tags, so that runs are long, wrap around, and have holes.
         #[test]
         fn is_a_map(changes in prop::collection::vec((0u64..2, 0u64..40, 0u64..3, any::<bool>()), 0..400)) {
-            let (mut places, mut model) = (Places::new(), HashMap::<u64, u32>::new());
+            let (mut table, mut model) = (HashTable::new(), HashMap::<u64, u32>::new());
             let mut hashes = Vec::new();
             for (shard, tag, middle, store) in changes {
                 let mixed = shard << 56 | middle << 40 | (tag.wrapping_mul(13) % 48);
-                let found = places.find(mixed, |entry| hashes[entry as usize] == mixed);
+                let found = table.find(mixed, |entry| hashes[entry as usize] == mixed);
                 prop_assert_eq!(found, model.get(&mixed).copied());
                 match found {
                     None if store => {
                         let entry = u32::try_from(hashes.len()).unwrap();
                         hashes.push(mixed);
-                        places.insert(mixed, entry);
+                        table.insert(mixed, entry);
                         model.insert(mixed, entry);
                     }
                     Some(entry) if !store => {
-                        places.remove(mixed, entry);
+                        table.remove(mixed, entry);
                         model.remove(&mixed);
                     }
                     _ => {}
                 }
             }
             for (mixed, entry) in &model {
-                prop_assert_eq!(places.find(*mixed, |found| hashes[found as usize] == *mixed), Some(*entry));
+                prop_assert_eq!(table.find(*mixed, |found| hashes[found as usize] == *mixed), Some(*entry));
             }
-            prop_assert_eq!(places.shards.iter().map(|shard| shard.used).sum::<usize>(), model.len());
+            prop_assert_eq!(table.shards.iter().map(|shard| shard.used).sum::<usize>(), model.len());
         }
     }
 
     #[test]
     fn removing_what_is_not_there_changes_nothing() {
-        let mut places = Places::new();
-        places.remove(7, 1);
-        places.insert(7, 1);
-        places.remove(7, 2);
-        assert_eq!(places.find(7, |_| true), Some(1));
+        let mut table = HashTable::new();
+        table.remove(7, 1);
+        table.insert(7, 1);
+        table.remove(7, 2);
+        assert_eq!(table.find(7, |_| true), Some(1));
     }
 }

@@ -22,17 +22,17 @@ impl Arrivals {
     }
 
     /// All of it, in short, for a reader who wants a token each `objective`.
-    pub fn pace(&self, objective: Duration) -> Pace {
-        Pace { tokens: self.count(), rhythm: self.rhythm(objective) }
+    pub fn pace(&self, objective: Duration) -> TokenPace {
+        TokenPace { tokens: self.count(), itl: self.itl(objective) }
     }
 
-    fn rhythm(&self, objective: Duration) -> Option<Rhythm> {
+    fn itl(&self, objective: Duration) -> Option<ItlSummary> {
         let first = self.gaps().next()?;
         let mut gaps: Vec<Duration> = self.gaps().collect();
         gaps.sort_unstable();
         let percentile = |percent: usize| gaps[(gaps.len() - 1) * percent / 100];
         let all: Duration = gaps.iter().sum();
-        Some(Rhythm {
+        Some(ItlSummary {
             mean: all / u32::try_from(gaps.len()).unwrap_or(u32::MAX),
             first,
             p50: percentile(50),
@@ -59,16 +59,16 @@ impl Arrivals {
 
 /// How the tokens of an answer came.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Pace {
+pub struct TokenPace {
     /// How many.
     pub tokens: u32,
     /// `None` below two tokens.
-    pub rhythm: Option<Rhythm>,
+    pub itl: Option<ItlSummary>,
 }
 
 /// The times between tokens.
 #[derive(Clone, Copy, Debug)]
-pub struct Rhythm {
+pub struct ItlSummary {
     /// Time per token after the first.
     pub mean: Duration,
     /// Between the first two tokens: the hand-off's.
@@ -105,20 +105,19 @@ mod tests {
         assert!((at(&[0, 250, 260, 500]).smoothness(OBJECTIVE) - 0.5).abs() < 1e-9);
         // A slower reader misses nothing of it.
         assert!((at(&[0, 250, 260, 500]).smoothness(Duration::from_millis(250)) - 1.0).abs() < 1e-9);
-        let stalls = |objective_ms| {
-            at(&[0, 250, 260, 500]).pace(Duration::from_millis(objective_ms)).rhythm.map(|rhythm| rhythm.stalls)
-        };
+        let stalls =
+            |objective_ms| at(&[0, 250, 260, 500]).pace(Duration::from_millis(objective_ms)).itl.map(|itl| itl.stalls);
         assert_eq!([stalls(100), stalls(245), stalls(250)], [Some(2), Some(1), Some(0)]);
     }
 
     #[test]
-    fn a_rhythm_needs_two_tokens() {
+    fn the_times_between_tokens_need_two_tokens() {
         let pace = at(&[]).pace(OBJECTIVE);
-        assert!(pace.tokens == 0 && pace.rhythm.is_none());
+        assert!(pace.tokens == 0 && pace.itl.is_none());
         let pace = at(&[7]).pace(OBJECTIVE);
-        assert!(pace.tokens == 1 && pace.rhythm.is_none());
-        let Pace { tokens, rhythm: Some(rhythm) } = at(&[0, 50, 60, 90]).pace(OBJECTIVE) else { panic!("four tokens") };
-        let all = [rhythm.mean, rhythm.first, rhythm.p50, rhythm.p99, rhythm.longest];
+        assert!(pace.tokens == 1 && pace.itl.is_none());
+        let TokenPace { tokens, itl: Some(itl) } = at(&[0, 50, 60, 90]).pace(OBJECTIVE) else { panic!("four tokens") };
+        let all = [itl.mean, itl.first, itl.p50, itl.p99, itl.longest];
         assert_eq!((tokens, all.map(|gap| gap.as_millis())), (4, [30, 50, 30, 30, 50]));
     }
 }

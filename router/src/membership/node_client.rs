@@ -1,5 +1,5 @@
-//! How a call reaches a node: over a connection ([`super::wire`]), or, in simulations and tests, by a service in this
-//! process. Callers see a tower service either way.
+//! The client of a node: over a connection ([`super::wire`]) or, in simulations and tests, a service in this process.
+//! Callers see a tower service either way.
 use std::fmt;
 use std::sync::Arc;
 
@@ -16,11 +16,11 @@ use super::wire::Wire;
 use crate::select::Role;
 
 /// Carries calls to one node. Clones share the way.
-pub type Calls = BoxCloneSyncService<http::Request<Body>, http::Response<Body>, Status>;
+pub type NodeClient = BoxCloneSyncService<http::Request<Body>, http::Response<Body>, Status>;
 
-/// How nodes are reached that join.
+/// Makes the clients of nodes that join.
 #[derive(Clone)]
-pub(super) enum Reaching {
+pub(super) enum Connector {
     /// At their endpoints.
     Network {
         /// In each call's head: the cluster's own know each other by it.
@@ -28,16 +28,16 @@ pub(super) enum Reaching {
         /// What connections are within.
         tls: Option<NodeTls>,
     },
-    InProcess(Arc<dyn Fn(&v1::Register) -> Calls + Send + Sync>),
+    InProcess(Arc<dyn Fn(&v1::Register) -> NodeClient + Send + Sync>),
 }
 
-impl Default for Reaching {
+impl Default for Connector {
     fn default() -> Self {
         Self::Network { token: None, tls: None }
     }
 }
 
-impl Reaching {
+impl Connector {
     /// The same, within TLS if there is one.
     pub fn within(self, tls: Option<&NodeTls>) -> Self {
         match self {
@@ -46,8 +46,8 @@ impl Reaching {
         }
     }
 
-    /// The way to the node that registers so. Each call says of which life it is.
-    pub fn reach(&self, info: &v1::Register, role: Role, endpoint: Authority) -> Calls {
+    /// The client of the node that registers so. Each call names the node's life.
+    pub fn client(&self, info: &v1::Register, role: Role, endpoint: Authority) -> NodeClient {
         let mut head = HeaderMap::new();
         // Hexadecimal digits are a value.
         let life = HeaderValue::from_str(&Life(info.life).to_string());
@@ -56,12 +56,14 @@ impl Reaching {
             Self::Network { token, tls } => {
                 token.iter().for_each(|token| drop(head.insert(JOIN_HEADER, token.clone())));
                 let wanted = || Wanted::Node { role: peer_role(role), node_id: info.node_id.clone() };
-                Calls::new(Wire::new(endpoint, head, tls.clone().map(|tls| (tls, wanted()))))
+                NodeClient::new(Wire::new(endpoint, head, tls.clone().map(|tls| (tls, wanted()))))
             }
-            Self::InProcess(find) => Calls::new(find(info).map_request(move |mut request: http::Request<Body>| {
-                request.headers_mut().extend(head.clone());
-                request
-            })),
+            Self::InProcess(find) => {
+                NodeClient::new(find(info).map_request(move |mut request: http::Request<Body>| {
+                    request.headers_mut().extend(head.clone());
+                    request
+                }))
+            }
         }
     }
 }
@@ -74,7 +76,7 @@ pub(super) fn peer_role(role: Role) -> PeerRole {
     }
 }
 
-impl fmt::Debug for Reaching {
+impl fmt::Debug for Connector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Network { .. } => "Network",

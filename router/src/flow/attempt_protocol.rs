@@ -1,8 +1,8 @@
-//! What the two legs of an attempt may say, and in which order. Pure: an event in, the next step out; anything out of
-//! order is a node's bug and ends the attempt. The calls themselves are in [`super::legs`].
+//! The protocol of an attempt: which events its two legs may send, and in which order. Pure: an event in, the next step
+//! out; an event out of order is a node's bug and ends the attempt. The calls themselves are in [`super::legs`].
 //!
-//! Decode may be replaced while prefill goes on with its work ([`Exchange::decode_lost`]). What prefill then still says
-//! of the hand-off to the old one is told apart by the hand-off's id, the one thing that the router reads in a ticket.
+//! Decode may be replaced while prefill goes on with its work ([`AttemptProtocol::decode_lost`]). Events of the
+//! hand-off to the old one are then told apart by the hand-off's id, the one thing that the router reads in a ticket.
 use prost::Message;
 use tandem_proto::v1::{self, FinishReason, decode_event, prefill_event};
 use tandem_proto::{Error, ErrorKind};
@@ -42,7 +42,7 @@ pub enum Step {
 
 /// The state of one attempt as the router sees it: of its hand-off, unless the plan is local.
 #[derive(Debug)]
-pub struct Exchange {
+pub struct AttemptProtocol {
     plan: Plan,
     /// Tokens that may be generated.
     max_tokens: u32,
@@ -67,7 +67,7 @@ pub struct Exchange {
     pub spans: Vec<u8>,
 }
 
-impl Exchange {
+impl AttemptProtocol {
     /// Nothing was said.
     pub fn new(plan: Plan, max_tokens: u32) -> Self {
         Self {
@@ -328,120 +328,120 @@ pub(super) mod tests {
 
     #[test]
     fn the_order_of_a_good_hand_off() {
-        let mut exchange = Exchange::new(Plan::Pair, 3);
-        assert_eq!(exchange.on_decode(reserved()).unwrap(), Step::Deliver(ticket("d0")));
+        let mut protocol = AttemptProtocol::new(Plan::Pair, 3);
+        assert_eq!(protocol.on_decode(reserved()).unwrap(), Step::Deliver(ticket("d0")));
         assert_eq!(
-            exchange.on_prefill(first_token(7, None)).unwrap(),
+            protocol.on_prefill(first_token(7, None)).unwrap(),
             Step::Token { id: 7, logprob: -0.5, top: Vec::new(), finished: None }
         );
-        assert!(exchange.needs_prefill());
-        assert_eq!(exchange.on_decode(verified()).unwrap(), Step::Verified);
-        assert!(!exchange.needs_prefill());
-        assert!(matches!(exchange.on_decode(token(8)).unwrap(), Step::Token { id: 8, .. }));
-        assert_eq!(exchange.on_prefill(delivered(vec![])).unwrap(), Step::Wait);
-        let end = exchange.on_decode(finished(FinishReason::Length, vec![])).unwrap();
+        assert!(protocol.needs_prefill());
+        assert_eq!(protocol.on_decode(verified()).unwrap(), Step::Verified);
+        assert!(!protocol.needs_prefill());
+        assert!(matches!(protocol.on_decode(token(8)).unwrap(), Step::Token { id: 8, .. }));
+        assert_eq!(protocol.on_prefill(delivered(vec![])).unwrap(), Step::Wait);
+        let end = protocol.on_decode(finished(FinishReason::Length, vec![])).unwrap();
         assert_eq!(end, Step::Finished(FinishReason::Length));
     }
 
     #[test]
     fn decode_waits_for_the_first_token() {
-        let mut exchange = Exchange::new(Plan::Pair, 3);
-        exchange.on_decode(reserved()).unwrap();
-        exchange.on_decode(verified()).unwrap();
-        assert!(!exchange.takes_decode());
-        exchange.on_prefill(first_token(7, None)).unwrap();
-        assert!(exchange.takes_decode());
+        let mut protocol = AttemptProtocol::new(Plan::Pair, 3);
+        protocol.on_decode(reserved()).unwrap();
+        protocol.on_decode(verified()).unwrap();
+        assert!(!protocol.takes_decode());
+        protocol.on_prefill(first_token(7, None)).unwrap();
+        assert!(protocol.takes_decode());
     }
 
     #[test]
     fn unverified_output_is_never_taken() {
-        let mut exchange = Exchange::new(Plan::Pair, 3);
-        exchange.on_decode(reserved()).unwrap();
-        assert_eq!(exchange.on_decode(token(8)).unwrap_err().kind, ErrorKind::Internal);
-        assert!(exchange.on_decode(finished(FinishReason::Stop, vec![])).is_err());
+        let mut protocol = AttemptProtocol::new(Plan::Pair, 3);
+        protocol.on_decode(reserved()).unwrap();
+        assert_eq!(protocol.on_decode(token(8)).unwrap_err().kind, ErrorKind::Internal);
+        assert!(protocol.on_decode(finished(FinishReason::Stop, vec![])).is_err());
     }
 
     #[test]
     fn another_decode_takes_over_what_prefill_has() {
-        let mut exchange = Exchange::new(Plan::Pair, 3);
-        exchange.on_decode(reserved()).unwrap();
-        exchange.on_prefill(first_token(7, None)).unwrap();
-        let step = exchange.on_prefill(undelivered("d0", ErrorKind::Unavailable)).unwrap();
+        let mut protocol = AttemptProtocol::new(Plan::Pair, 3);
+        protocol.on_decode(reserved()).unwrap();
+        protocol.on_prefill(first_token(7, None)).unwrap();
+        let step = protocol.on_prefill(undelivered("d0", ErrorKind::Unavailable)).unwrap();
         assert!(matches!(step, Step::Undelivered(error) if error.kind == ErrorKind::Unavailable));
-        exchange.decode_lost();
-        assert!(exchange.needs_prefill() && !exchange.hands_off());
+        protocol.decode_lost();
+        assert!(protocol.needs_prefill() && !protocol.hands_off());
         // The same news from the other side.
-        assert_eq!(exchange.on_prefill(undelivered("d0", ErrorKind::Corrupt)).unwrap(), Step::Wait);
-        assert_eq!(exchange.on_decode(reserved_by("d1")).unwrap(), Step::Deliver(ticket("d1")));
-        assert_eq!(exchange.on_prefill(undelivered("d0", ErrorKind::Corrupt)).unwrap(), Step::Wait);
-        assert_eq!(exchange.on_decode(verified()).unwrap(), Step::Verified);
-        assert_eq!(exchange.on_prefill(delivered_to("d1", vec![])).unwrap(), Step::Wait);
-        assert!(matches!(exchange.on_decode(token(8)).unwrap(), Step::Token { id: 8, .. }));
+        assert_eq!(protocol.on_prefill(undelivered("d0", ErrorKind::Corrupt)).unwrap(), Step::Wait);
+        assert_eq!(protocol.on_decode(reserved_by("d1")).unwrap(), Step::Deliver(ticket("d1")));
+        assert_eq!(protocol.on_prefill(undelivered("d0", ErrorKind::Corrupt)).unwrap(), Step::Wait);
+        assert_eq!(protocol.on_decode(verified()).unwrap(), Step::Verified);
+        assert_eq!(protocol.on_prefill(delivered_to("d1", vec![])).unwrap(), Step::Wait);
+        assert!(matches!(protocol.on_decode(token(8)).unwrap(), Step::Token { id: 8, .. }));
     }
 
     #[test]
     fn what_decode_has_verified_is_not_undelivered() {
-        let mut exchange = Exchange::new(Plan::Pair, 3);
-        exchange.on_decode(reserved()).unwrap();
-        exchange.on_prefill(first_token(7, None)).unwrap();
-        exchange.on_decode(verified()).unwrap();
+        let mut protocol = AttemptProtocol::new(Plan::Pair, 3);
+        protocol.on_decode(reserved()).unwrap();
+        protocol.on_prefill(first_token(7, None)).unwrap();
+        protocol.on_decode(verified()).unwrap();
         // The acknowledgement was lost on its way.
-        assert_eq!(exchange.on_prefill(undelivered("d0", ErrorKind::Unavailable)).unwrap(), Step::LetGo);
-        assert_eq!(exchange.on_prefill(delivered(vec![])).unwrap(), Step::Wait);
+        assert_eq!(protocol.on_prefill(undelivered("d0", ErrorKind::Unavailable)).unwrap(), Step::LetGo);
+        assert_eq!(protocol.on_prefill(delivered(vec![])).unwrap(), Step::Wait);
     }
 
     #[test]
     fn a_delivery_to_a_decode_that_is_gone_leaves_nothing_to_deliver() {
         for reserved_again in [false, true] {
-            let mut exchange = Exchange::new(Plan::Pair, 3);
-            exchange.on_decode(reserved()).unwrap();
-            exchange.on_prefill(first_token(7, None)).unwrap();
-            exchange.decode_lost();
+            let mut protocol = AttemptProtocol::new(Plan::Pair, 3);
+            protocol.on_decode(reserved()).unwrap();
+            protocol.on_prefill(first_token(7, None)).unwrap();
+            protocol.decode_lost();
             if reserved_again {
-                exchange.on_decode(reserved_by("d1")).unwrap();
+                protocol.on_decode(reserved_by("d1")).unwrap();
             }
-            assert_eq!(exchange.on_prefill(delivered_to("d0", vec![v1::Span::default()])).unwrap(), Step::Spent);
-            assert!(exchange.needs_prefill());
-            assert_eq!(unpack(&exchange.spans).count(), 1);
+            assert_eq!(protocol.on_prefill(delivered_to("d0", vec![v1::Span::default()])).unwrap(), Step::Spent);
+            assert!(protocol.needs_prefill());
+            assert_eq!(unpack(&protocol.spans).count(), 1);
         }
     }
 
     #[test]
     fn repeated_and_surplus_events_are_errors() {
-        let mut exchange = Exchange::new(Plan::Pair, 1);
-        assert!(exchange.on_decode(verified()).is_err());
-        exchange.on_decode(reserved()).unwrap();
-        assert!(exchange.on_decode(reserved()).is_err());
-        assert!(exchange.on_prefill(delivered(vec![])).is_err());
-        exchange.on_prefill(first_token(7, None)).unwrap();
-        assert!(exchange.on_prefill(first_token(7, None)).is_err());
-        exchange.on_decode(verified()).unwrap();
-        assert!(exchange.on_decode(token(8)).is_err());
+        let mut protocol = AttemptProtocol::new(Plan::Pair, 1);
+        assert!(protocol.on_decode(verified()).is_err());
+        protocol.on_decode(reserved()).unwrap();
+        assert!(protocol.on_decode(reserved()).is_err());
+        assert!(protocol.on_prefill(delivered(vec![])).is_err());
+        protocol.on_prefill(first_token(7, None)).unwrap();
+        assert!(protocol.on_prefill(first_token(7, None)).is_err());
+        protocol.on_decode(verified()).unwrap();
+        assert!(protocol.on_decode(token(8)).is_err());
     }
 
     #[test]
     fn a_local_answer_is_decodes_alone() {
-        let mut exchange = Exchange::new(Plan::Local, 3);
-        assert!(exchange.takes_decode() && !exchange.needs_prefill());
-        assert!(matches!(exchange.on_decode(local_first(7, 16)).unwrap(), Step::Token { id: 7, finished: None, .. }));
-        assert_eq!(exchange.cached_tokens, 16);
-        assert!(matches!(exchange.on_decode(token(8)).unwrap(), Step::Token { id: 8, .. }));
-        let end = exchange.on_decode(finished(FinishReason::Stop, vec![v1::Span::default()])).unwrap();
-        assert_eq!((end, unpack(&exchange.spans).count()), (Step::Finished(FinishReason::Stop), 1));
+        let mut protocol = AttemptProtocol::new(Plan::Local, 3);
+        assert!(protocol.takes_decode() && !protocol.needs_prefill());
+        assert!(matches!(protocol.on_decode(local_first(7, 16)).unwrap(), Step::Token { id: 7, finished: None, .. }));
+        assert_eq!(protocol.cached_tokens, 16);
+        assert!(matches!(protocol.on_decode(token(8)).unwrap(), Step::Token { id: 8, .. }));
+        let end = protocol.on_decode(finished(FinishReason::Stop, vec![v1::Span::default()])).unwrap();
+        assert_eq!((end, unpack(&protocol.spans).count()), (Step::Finished(FinishReason::Stop), 1));
     }
 
     #[test]
     fn the_two_kinds_of_answer_do_not_mix() {
         for wrong in [reserved(), verified(), token(8), finished(FinishReason::Stop, vec![])] {
-            let mut local = Exchange::new(Plan::Local, 3);
+            let mut local = AttemptProtocol::new(Plan::Local, 3);
             assert_eq!(local.on_decode(wrong).unwrap_err().kind, ErrorKind::Internal);
         }
-        let mut local = Exchange::new(Plan::Local, 2);
+        let mut local = AttemptProtocol::new(Plan::Local, 2);
         local.on_decode(local_first(7, 0)).unwrap();
         assert!(local.on_decode(local_first(7, 0)).is_err());
         local.on_decode(token(8)).unwrap();
         assert!(local.on_decode(token(9)).is_err(), "more than were asked for");
-        let mut pair = Exchange::new(Plan::Pair, 3);
+        let mut pair = AttemptProtocol::new(Plan::Pair, 3);
         pair.on_decode(reserved()).unwrap();
         pair.on_decode(verified()).unwrap();
         assert!(pair.on_decode(local_first(7, 0)).is_err());

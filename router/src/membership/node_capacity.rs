@@ -20,10 +20,10 @@ const LITTLE_MS: f64 = 8.0;
 /// The same in tokens, where the node has not said how fast it is: a usual step.
 const LITTLE_TOKENS: u64 = 512;
 
-/// What a request needs in blocks, and what comes before it: requests that have started and are on no node yet. Worked
-/// out once, since all nodes are asked.
+/// A [`Demand`] in blocks, and what comes before it: requests that have started and are on no node yet. Computed once,
+/// since all nodes are asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Wanted {
+pub struct BlockDemand {
     /// Tokens of the prompt.
     pub prompt_tokens: u32,
     /// Of prompt and longest answer.
@@ -42,7 +42,7 @@ pub struct Wanted {
     pub node_queue: u32,
 }
 
-impl Wanted {
+impl BlockDemand {
     /// By a request behind `ahead`, in blocks of so many tokens.
     pub fn of(demand: &Demand, ahead: &Ahead, node_queue: u32, block_tokens: u32) -> Self {
         // Each of those before it has a block that is not full.
@@ -69,10 +69,10 @@ impl Wanted {
     }
 }
 
-/// The room of all nodes. Each node is told once.
+/// The room of all nodes. Each node is counted in once.
 #[derive(Debug)]
-pub struct Rooms {
-    wanted: Wanted,
+pub struct ClusterCapacity {
+    wanted: BlockDemand,
     local: LocalPrefill,
     /// Of nodes against which nothing but load speaks.
     sound: Nodes,
@@ -109,14 +109,14 @@ struct Domain {
     decode_room: bool,
 }
 
-impl Rooms {
+impl ClusterCapacity {
     /// Of no nodes.
-    pub fn new(wanted: Wanted, local: LocalPrefill) -> Self {
+    pub fn new(wanted: BlockDemand, local: LocalPrefill) -> Self {
         Self { wanted, local, sound: Nodes::default(), all: Nodes::default() }
     }
 
     /// Counts a node in. True once the others cannot change the answer: there is room.
-    pub fn tell(&mut self, view: &NodeView, node: &Occupied<'_>, sound: bool) -> bool {
+    pub fn tell(&mut self, view: &NodeView, node: &NodeCapacity<'_>, sound: bool) -> bool {
         if !self.wanted.fits(view) {
             return false;
         }
@@ -138,7 +138,7 @@ impl Rooms {
 }
 
 impl Nodes {
-    fn tell(&mut self, view: &NodeView, node: &Occupied<'_>, wanted: &Wanted) {
+    fn tell(&mut self, view: &NodeView, node: &NodeCapacity<'_>, wanted: &BlockDemand) {
         let room = match view.role {
             Role::Prefill => node.prefills(wanted),
             Role::Decode => node.decodes(wanted),
@@ -180,9 +180,9 @@ impl Nodes {
     }
 }
 
-/// A node, as far as its room goes.
+/// What bounds the room of one node.
 #[derive(Clone, Copy, Debug)]
-pub struct Occupied<'a> {
+pub struct NodeCapacity<'a> {
     /// Blocks of its arena.
     pub total_blocks: u32,
     /// Sequences of one batch.
@@ -199,10 +199,10 @@ pub struct Occupied<'a> {
     pub backlog_ms: f64,
 }
 
-impl Occupied<'_> {
+impl NodeCapacity<'_> {
     /// Whether a decode node takes it without a wait for blocks or a place in the batch, or with so few others that
     /// wait.
-    pub fn decodes(&self, wanted: &Wanted) -> bool {
+    pub fn decodes(&self, wanted: &BlockDemand) -> bool {
         let queue = u64::from(wanted.node_queue);
         let requests = self.requests() + u64::from(wanted.requests_ahead);
         let blocks = self.has_blocks(wanted) || self.wait_for_blocks(wanted) < queue;
@@ -210,17 +210,17 @@ impl Occupied<'_> {
     }
 
     /// Whether a decode node gets to the prompt soon, where it computes it itself.
-    pub fn computes(&self, wanted: &Wanted) -> bool {
+    pub fn computes(&self, wanted: &BlockDemand) -> bool {
         self.begins_soon(self.prompts, wanted)
     }
 
     /// Whether a prefill node gets to it soon.
-    pub fn prefills(&self, wanted: &Wanted) -> bool {
+    pub fn prefills(&self, wanted: &BlockDemand) -> bool {
         self.begins_soon(self.held.requests, wanted)
     }
 
     /// It has little work with prompts, or one that it is about to end.
-    fn begins_soon(&self, prompts: u32, wanted: &Wanted) -> bool {
+    fn begins_soon(&self, prompts: u32, wanted: &BlockDemand) -> bool {
         let others = self.others();
         let tokens = self.held.tokens.saturating_add(others.prompt_tokens).saturating_add(wanted.prompt_tokens_ahead);
         let prompts = prompts.saturating_add(others.prompts).saturating_add(wanted.requests_ahead);
@@ -235,7 +235,7 @@ impl Occupied<'_> {
         }
     }
 
-    fn has_blocks(&self, wanted: &Wanted) -> bool {
+    fn has_blocks(&self, wanted: &BlockDemand) -> bool {
         // One that is larger than the node has room when nobody else is there.
         let wanted_blocks = u64::from(wanted.blocks.min(self.total_blocks)) + u64::from(wanted.blocks_ahead);
         let known = self.total_blocks.saturating_sub(self.held.blocks);
@@ -257,7 +257,7 @@ impl Occupied<'_> {
     /// How many of those before it wait for blocks: what they lack together, in requests of their mean size. By what is
     /// booked there alone: a report of free blocks says nothing of what waits for more of them. Other routers' requests
     /// count like this router's own, where it has some, else like this one.
-    fn wait_for_blocks(&self, wanted: &Wanted) -> u64 {
+    fn wait_for_blocks(&self, wanted: &BlockDemand) -> u64 {
         let each = self.held.blocks.checked_div(self.held.requests).unwrap_or(wanted.blocks);
         let requests = self.requests() + u64::from(wanted.requests_ahead);
         let others = u64::from(self.others().requests) * u64::from(each);
@@ -271,7 +271,7 @@ impl Occupied<'_> {
 mod tests {
     use super::*;
 
-    const WANTED: Wanted = Wanted {
+    const WANTED: BlockDemand = BlockDemand {
         prompt_tokens: 100,
         total_tokens: 160,
         prompt_blocks: 7,
@@ -282,16 +282,24 @@ mod tests {
         node_queue: 0,
     };
 
-    fn node(load: &v1::Load, held: Work) -> Occupied<'_> {
-        Occupied { total_blocks: 100, max_running: 4, load, routed: Work::default(), held, prompts: 0, backlog_ms: 0.0 }
+    fn node(load: &v1::Load, held: Work) -> NodeCapacity<'_> {
+        NodeCapacity {
+            total_blocks: 100,
+            max_running: 4,
+            load,
+            routed: Work::default(),
+            held,
+            prompts: 0,
+            backlog_ms: 0.0,
+        }
     }
 
     fn work(requests: u32, tokens: u64, blocks: u32) -> Work {
         Work { requests, tokens, blocks, ..Work::default() }
     }
 
-    fn queue(node_queue: u32) -> Wanted {
-        Wanted { node_queue, ..WANTED }
+    fn queue(node_queue: u32) -> BlockDemand {
+        BlockDemand { node_queue, ..WANTED }
     }
 
     #[test]
@@ -300,8 +308,8 @@ mod tests {
         assert!(node(&full, work(3, 0, 90)).decodes(&WANTED), "90 of 100 are held, whatever the last report said");
         assert!(!node(&full, work(3, 0, 91)).decodes(&WANTED));
         assert!(node(&half, work(3, 0, 91)).decodes(&WANTED), "requests share blocks");
-        assert!(!Occupied { routed: work(1, 0, 41), ..node(&half, work(3, 0, 91)) }.decodes(&WANTED));
-        assert!(!node(&full, work(3, 0, 90)).decodes(&Wanted { blocks_ahead: 1, ..WANTED }));
+        assert!(!NodeCapacity { routed: work(1, 0, 41), ..node(&half, work(3, 0, 91)) }.decodes(&WANTED));
+        assert!(!node(&full, work(3, 0, 90)).decodes(&BlockDemand { blocks_ahead: 1, ..WANTED }));
     }
 
     #[test]
@@ -310,7 +318,7 @@ mod tests {
         assert!(node(&full, work(3, 0, 100)).decodes(&queue(1)));
         assert!(!node(&full, work(4, 0, 0)).decodes(&WANTED), "the batch is full");
         assert!(node(&full, work(4, 0, 0)).decodes(&queue(1)));
-        assert!(!node(&full, work(4, 0, 0)).decodes(&Wanted { requests_ahead: 1, ..queue(1) }));
+        assert!(!node(&full, work(4, 0, 0)).decodes(&BlockDemand { requests_ahead: 1, ..queue(1) }));
     }
 
     #[test]
@@ -325,7 +333,7 @@ mod tests {
         assert!(!node(&none_free, work(1, 0, 20)).decodes(&WANTED));
         assert!(node(&load(9, None), work(1, 0, 20)).decodes(&WANTED));
         // Two of 50 blocks run, a third one waits.
-        let wide = |load| Occupied { max_running: 64, ..node(load, work(1, 0, 50)) };
+        let wide = |load| NodeCapacity { max_running: 64, ..node(load, work(1, 0, 50)) };
         let (two, three) = (load(0, others(1, 0, 0)), load(0, others(2, 0, 0)));
         assert!(wide(&two).decodes(&queue(1)) && !wide(&three).decodes(&queue(1)));
         // Prompts, too.
@@ -339,20 +347,20 @@ mod tests {
         let full = v1::Load { free_blocks: 10, ..v1::Load::default() };
         for (blocks, run) in [(30, 3), (40, 2), (100, 1), (33, 3)] {
             for node_queue in [0, 1, 4] {
-                let wanted = Wanted { blocks, ..queue(node_queue) };
+                let wanted = BlockDemand { blocks, ..queue(node_queue) };
                 let takes = |held: &u32| {
-                    Occupied { max_running: 64, ..node(&full, work(*held, 0, held * blocks)) }.decodes(&wanted)
+                    NodeCapacity { max_running: 64, ..node(&full, work(*held, 0, held * blocks)) }.decodes(&wanted)
                 };
                 let taken = (0..).take_while(takes).count() as u32;
                 assert_eq!(taken, run + node_queue, "of {blocks} blocks {run} run");
             }
         }
         // What has started and is on no node yet waits there, too.
-        let wide = |requests, blocks| Occupied { max_running: 64, ..node(&full, work(requests, 0, blocks)) };
-        let behind = Wanted { blocks: 30, blocks_ahead: 60, requests_ahead: 2, ..queue(4) };
+        let wide = |requests, blocks| NodeCapacity { max_running: 64, ..node(&full, work(requests, 0, blocks)) };
+        let behind = BlockDemand { blocks: 30, blocks_ahead: 60, requests_ahead: 2, ..queue(4) };
         assert!(wide(4, 120).decodes(&behind) && !wide(5, 150).decodes(&behind));
         assert!(
-            !wide(7, 210).decodes(&Wanted { blocks: 90, ..queue(4) }),
+            !wide(7, 210).decodes(&BlockDemand { blocks: 90, ..queue(4) }),
             "a large one does not wait beyond the limit"
         );
     }
@@ -368,11 +376,11 @@ mod tests {
         );
         let cost = v1::StepCost { token_ms: 1.0, base_ms: 20.0, ..v1::StepCost::default() };
         let slow = v1::Load { step_cost: Some(cost), ..v1::Load::default() };
-        let behind = Wanted { prompt_tokens_ahead: 1, requests_ahead: 1, ..queue(4) };
+        let behind = BlockDemand { prompt_tokens_ahead: 1, requests_ahead: 1, ..queue(4) };
         assert!(node(&slow, work(9, 19, 0)).prefills(&WANTED) && !node(&slow, work(9, 20, 0)).prefills(&WANTED));
         assert!(!node(&slow, work(9, 19, 0)).prefills(&behind));
         // The next one comes just before the last one is done, and not behind two.
-        let ends_after = |backlog_ms, requests| Occupied { backlog_ms, ..node(&slow, work(requests, 99, 0)) };
+        let ends_after = |backlog_ms, requests| NodeCapacity { backlog_ms, ..node(&slow, work(requests, 99, 0)) };
         assert!(ends_after(2.0, 1).prefills(&queue(4)) && !ends_after(4.0, 1).prefills(&queue(4)));
         assert!(!ends_after(2.0, 2).prefills(&queue(4)) && !ends_after(2.0, 1).prefills(&behind));
         assert!(!ends_after(2.0, 1).prefills(&WANTED), "nobody may wait");
@@ -381,7 +389,7 @@ mod tests {
     #[test]
     fn a_decode_node_that_computes_prompts_is_kept_busy_and_no_more() {
         let unknown = v1::Load::default();
-        let busy = |tokens, prompts| Occupied { prompts, ..node(&unknown, work(3, tokens, 0)) };
+        let busy = |tokens, prompts| NodeCapacity { prompts, ..node(&unknown, work(3, tokens, 0)) };
         assert!(busy(511, 3).computes(&WANTED) && !busy(512, 3).computes(&WANTED));
         assert!(busy(9999, 1).computes(&queue(1)), "two of the three have their first tokens");
         assert!(!busy(9999, 2).computes(&queue(1)));
