@@ -82,7 +82,7 @@ pub fn words(text: &str) -> Vec<String> {
 /// # Errors
 /// It cannot be written.
 pub fn with_keys(dir: &Path, tenants: &[&str]) -> std::io::Result<String> {
-    let key = |name: &&str| format!(r#"{{"name": "{name}", "key": "sk-{name}-secret"}}"#);
+    let key = |name: &&str| format!(r#"{{"name": "{name}", "key": "sk-{name}-0123456789abcdefgh"}}"#);
     let keys: Vec<String> = tenants.iter().map(key).collect();
     let path = dir.join("keys.json");
     std::fs::write(&path, format!(r#"{{"keys": [{}]}}"#, keys.join(", ")))?;
@@ -91,7 +91,7 @@ pub fn with_keys(dir: &Path, tenants: &[&str]) -> std::io::Result<String> {
 
 /// The `authorization` header of such a tenant.
 pub fn bearer(tenant: &str) -> String {
-    format!("Bearer sk-{tenant}-secret")
+    format!("Bearer sk-{tenant}-0123456789abcdefgh")
 }
 
 /// A running cluster; everything is killed and removed on drop.

@@ -13,8 +13,8 @@ use crate::text::ModelText;
 /// # Errors
 /// The first file that it could not use, and why.
 pub fn check(config: &Config) -> anyhow::Result<()> {
-    if let Some(path) = &config.api_keys {
-        Keys::load_share(path, config.replicas, clock::now())?;
+    if let Some(source) = &config.api_keys {
+        Keys::load_share(source, config.replicas, clock::now())?;
     }
     if let Some(path) = &config.join_token_file {
         JoinToken::load(path)?;

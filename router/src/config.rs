@@ -9,6 +9,7 @@ use tandem_config::{ConfigArgs, ROUTER, Resolved};
 use tandem_ports::{NodeTlsFiles, TlsFiles, reactor_threads};
 use tandem_telemetry::{Collector, LogFormat};
 
+use crate::admission::keys::KeySource;
 use crate::http::Origin;
 use crate::limits::pools::Pools;
 use crate::limits::{Limits, MOST_ATTEMPTS};
@@ -115,11 +116,13 @@ struct Flags {
     /// interactive=0-2048:3,document=2049-:1 [default: one for all]
     #[arg(long, value_name = "POOLS")]
     pools: Option<Pools>,
-    /// JSON file of API keys: {"keys": [{"name": "a", "key": "…" or "sha256": "…", "weight": 1, "requests_per_minute":
-    /// 60, "tokens_per_minute": 10000, "min_priority": 0, "share_prefix_cache": false}]}; read again at SIGHUP. Traces
-    /// show the key's own requests; health needs no key. Nodes, which have none, need a port of their own, --nodes
-    #[arg(long, value_name = "FILE", requires = "nodes")]
-    api_keys: Option<PathBuf>,
+    /// API keys, of at least 22 characters: a JSON file, {"keys": [{"name": "a", "key": "…" or "sha256": "…", "weight":
+    /// 1, "requests_per_minute": 60, "tokens_per_minute": 10000, "min_priority": 0, "share_prefix_cache": false}]}; a
+    /// directory with a file for each tenant, of its name, that holds its key; or a variable, env:NAME, with such JSON
+    /// or the only key. Read again at SIGHUP. Traces show the key's own requests; health needs no key. Nodes, which
+    /// have none, need a port of their own, --nodes
+    #[arg(long, value_name = "FILE|DIR|env:NAME", requires = "nodes")]
+    api_keys: Option<KeySource>,
     /// Routers behind one load balancer: each of N routers allows an N-th part of a key's rates. Routers need not know
     /// of each other; nodes join all of them
     #[arg(long, value_name = "N", default_value_t = NonZeroU32::MIN)]
@@ -248,8 +251,8 @@ pub struct Config {
     pub trace_ring: usize,
     /// Bounds of requests.
     pub limits: Limits,
-    /// File of API keys; without it nobody needs one.
-    pub api_keys: Option<PathBuf>,
+    /// Where API keys are; without it nobody needs one.
+    pub api_keys: Option<KeySource>,
     /// Routers that divide the keys' rates.
     pub replicas: NonZeroU32,
     /// Silence after which a node is dead.

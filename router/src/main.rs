@@ -92,7 +92,7 @@ fn reactor(threads: usize) -> std::io::Result<Runtime> {
 async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     let mut signals = Signals::new()?;
     let keys = match &config.api_keys {
-        Some(path) => Keys::load_share(path, config.replicas, clock::now())?,
+        Some(source) => Keys::load_share(source, config.replicas, clock::now())?,
         None => Keys::default(),
     };
     let join = config.join_token_file.as_deref().map(JoinToken::load).transpose()?;

@@ -240,7 +240,7 @@ async fn without_a_pair_generation_is_unavailable_streamed_or_not() {
 async fn what_the_edge_refuses_is_counted_once() {
     let dir = tempfile::tempdir().expect("a directory");
     let file = dir.path().join("keys.json");
-    std::fs::write(&file, r#"{"keys": [{"name": "a", "key": "secret-secret-secret"}]}"#).expect("written");
+    std::fs::write(&file, r#"{"keys": [{"name": "a", "key": "secret-secret-secret-secret"}]}"#).expect("written");
     let router = router_with(Keys::load(&file, clock::now()).expect("good keys"));
     let counted = async || {
         let request = Request::get("/metrics").body(Body::empty()).expect("request");
@@ -258,18 +258,23 @@ async fn what_the_edge_refuses_is_counted_once() {
     };
     for (key, timeout, body, counts) in [
         ("none", "1000", r#"{"prompt": "hi"}"#, "unauthenticated 1"),
-        ("secret-secret-secret", "1000", r#"{"prompt""#, "invalid_argument 1, unauthenticated 1"),
-        ("secret-secret-secret", "soon", r#"{"prompt": "hi"}"#, "invalid_argument 2, unauthenticated 1"),
-        ("secret-secret-secret", "1000", r#"{"prompt": "hi", "n": 129}"#, "invalid_argument 3, unauthenticated 1"),
+        ("secret-secret-secret-secret", "1000", r#"{"prompt""#, "invalid_argument 1, unauthenticated 1"),
+        ("secret-secret-secret-secret", "soon", r#"{"prompt": "hi"}"#, "invalid_argument 2, unauthenticated 1"),
         (
-            "secret-secret-secret",
+            "secret-secret-secret-secret",
+            "1000",
+            r#"{"prompt": "hi", "n": 129}"#,
+            "invalid_argument 3, unauthenticated 1",
+        ),
+        (
+            "secret-secret-secret-secret",
             "1000",
             r#"{"prompt": "hi", "model": "gpt"}"#,
             "invalid_argument 3, not_found 1, unauthenticated 1",
         ),
         // Refused by the flow, which counts it itself.
         (
-            "secret-secret-secret",
+            "secret-secret-secret-secret",
             "1000",
             r#"{"prompt": "hi"}"#,
             "invalid_argument 3, not_found 1, unauthenticated 1, unavailable 1",
@@ -445,7 +450,7 @@ async fn the_page_follows_who_comes_and_goes() {
 async fn what_the_page_shows_wants_a_key_where_there_are_keys() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("keys.json");
-    std::fs::write(&path, r#"{"keys": [{"name": "a", "key": "sk-a-secret"}]}"#).unwrap();
+    std::fs::write(&path, r#"{"keys": [{"name": "a", "key": "sk-a-0123456789abcdefgh"}]}"#).unwrap();
     let service = service_with(Keys::load(&path, clock::now()).unwrap());
     let jaeger = "http://jaeger.example:16686".parse().ok();
     let (router, _stop) = with_page(service.with_jaeger_ui(jaeger));
@@ -453,10 +458,10 @@ async fn what_the_page_shows_wants_a_key_where_there_are_keys() {
         ("/", None, 200),
         ("/page/page.js", None, 200),
         ("/page/events", None, 401),
-        ("/page/events", Some("Bearer sk-other"), 401),
-        ("/page/events", Some("Bearer sk-a-secret"), 200),
+        ("/page/events", Some("Bearer sk-other-0123456789abcdef"), 401),
+        ("/page/events", Some("Bearer sk-a-0123456789abcdefgh"), 200),
         ("/page/traces/last", None, 401),
-        ("/page/traces/last", Some("Bearer sk-a-secret"), 404),
+        ("/page/traces/last", Some("Bearer sk-a-0123456789abcdefgh"), 404),
         ("/page/nothing.js", None, 404),
     ] {
         let request = key.into_iter().fold(Request::get(path), |request, key| request.header("authorization", key));

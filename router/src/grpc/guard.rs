@@ -288,7 +288,7 @@ mod tests {
     async fn a_stranger_s_message_is_not_read() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("keys.json");
-        std::fs::write(&path, r#"{"keys": [{"name": "alice", "key": "sk-alice-123"}]}"#).unwrap();
+        std::fs::write(&path, r#"{"keys": [{"name": "alice", "key": "sk-alice-0123456789abcdef"}]}"#).unwrap();
         let keys = Keys::load(&path, std::time::Instant::now()).unwrap();
         let service = fakes::router_with_keys(Limits::default(), keys);
         for headers in [&[][..], &[("authorization", "Bearer wrong-key-1")]] {

@@ -152,7 +152,7 @@ pub struct UpArgs {
     restart: bool,
     /// API keys of the clients, with rates and priorities: see the router's --help. Nodes then join on a port of their
     /// own
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE|DIR|env:NAME")]
     api_keys: Option<PathBuf>,
     /// Secret by which nodes may join, from a file [default: a random one, made beside the state file and removed at
     /// the end]
