@@ -67,7 +67,7 @@ struct Flags {
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     max_connections: u32,
     /// Certificate of both client ports, PEM: from then on they speak TLS only; nodes need a port of their own,
-    /// --nodes. These three files are read again at SIGHUP
+    /// --nodes. These three files are read again at SIGHUP, and when they change
     #[arg(long, value_name = "FILE", requires_all = ["tls_key", "nodes"])]
     tls_cert: Option<PathBuf>,
     /// The certificate's private key, PEM

@@ -145,8 +145,11 @@ async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     };
     servers.spawn(serve_http(ports.http, clients, stop.clone()).map(Ok));
     // These end with the process.
-    if let Some(node_tls) = node_tls.clone() {
-        tokio::spawn(node_tls.follow_files());
+    if let Some(tls) = tls.clone() {
+        tokio::spawn(tls.follow_files());
+    }
+    if let Some(tls) = node_tls.clone() {
+        tokio::spawn(tls.follow_files());
     }
     let reload = Reload { keys, tls, node_tls, started };
     if reload.has_files() {

@@ -32,11 +32,7 @@ impl Reload {
                 Err(error) => tracing::error!(%error, "API keys not read: the old API keys stay"),
             }
         }
-        match self.tls.as_ref().map(Tls::reload) {
-            Some(Ok(())) => tracing::info!("certificates read again, for new connections"),
-            Some(Err(error)) => tracing::error!(%error, "certificates not read: the old certificates stay"),
-            None => {}
-        }
+        self.tls.iter().for_each(Tls::read_again);
         self.node_tls.iter().for_each(NodeTls::read_again);
         if self.started.path().is_some() {
             self.compare();
