@@ -17,7 +17,7 @@ use crate::admission::cache_salt::CacheSalts;
 use crate::admission::keys::Keys;
 use crate::admission::tenant::DEFAULT_TENANT;
 use crate::admission::{Admission, Counts, Tenant};
-use crate::caller::Parent;
+use crate::caller::{Credentials, Parent};
 use crate::flow;
 use crate::flow::refused::Refused;
 use crate::flow::retry_budget::{Retries, RetryBudget};
@@ -158,12 +158,12 @@ impl Service {
         self.jaeger_ui.as_ref()
     }
 
-    /// Whose request it is, by its `authorization` and `x-tandem-tenant` headers or metadata.
+    /// Whose request it is, by its credentials, or by its `x-tandem-tenant` header or metadata.
     ///
     /// # Errors
     /// `Unauthenticated` where keys are needed and this is none, `InvalidArgument` for a tenant's name that is none.
-    pub fn tenant(&self, authorization: Option<&str>, name: Option<&str>) -> Result<Tenant, Error> {
-        self.keys.tenant(authorization, name)
+    pub fn tenant<'a>(&self, shown: impl Into<Credentials<'a>>, name: Option<&str>) -> Result<Tenant, Error> {
+        self.keys.tenant(shown, name)
     }
 
     /// Whether a request of this tenant could start or wait at all now: asked before its body is read, so that who is
@@ -331,8 +331,8 @@ impl Service {
     ///
     /// # Errors
     /// As [`Self::tenant`].
-    pub fn traces_for(&self, authorization: Option<&str>) -> Result<Traces, Error> {
-        let tenant = self.keys.required().then(|| self.tenant(authorization, None)).transpose()?;
+    pub fn traces_for<'a>(&self, shown: impl Into<Credentials<'a>>) -> Result<Traces, Error> {
+        let tenant = self.keys.required().then(|| self.tenant(shown, None)).transpose()?;
         Ok(self.traces().of(tenant.map(|tenant| Arc::clone(tenant.name()))))
     }
 

@@ -73,7 +73,8 @@ struct Flags {
     /// The certificate's private key, PEM
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     tls_key: Option<PathBuf>,
-    /// Clients must show a certificate that one of these authorities signed (mTLS), PEM
+    /// Clients must show a certificate that one of these authorities signed (mTLS), PEM. --api-keys may name them: what
+    /// such a client sends without a key is its tenant's
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     tls_client_ca: Option<PathBuf>,
     /// Web pages of this origin (https://host[:port]) may read answers of the HTTP API; repeatable, `*` is all
@@ -116,11 +117,11 @@ struct Flags {
     /// interactive=0-2048:3,document=2049-:1 [default: one for all]
     #[arg(long, value_name = "POOLS")]
     pools: Option<Pools>,
-    /// API keys, of at least 22 characters: a JSON file, {"keys": [{"name": "a", "key": "…" or "sha256": "…", "weight":
-    /// 1, "requests_per_minute": 60, "tokens_per_minute": 10000, "min_priority": 0, "share_prefix_cache": false}]}; a
-    /// directory with a file for each tenant, of its name, that holds its key; or a variable, env:NAME, with such JSON
-    /// or the only key. Read again at SIGHUP. Traces show the key's own requests; health needs no key. Nodes, which
-    /// have none, need a port of their own, --nodes
+    /// API keys, of at least 22 characters: a JSON file, {"keys": [{"name": "a", "key": "…" or "sha256": "…",
+    /// "certificate": "spiffe://…" or a common name, "weight": 1, "requests_per_minute": 60, "tokens_per_minute":
+    /// 10000, "min_priority": 0, "share_prefix_cache": false}]}; a directory with a file for each tenant, of its name,
+    /// that holds its key; or a variable, env:NAME, with such JSON or the only key. Read again at SIGHUP. Traces show
+    /// the key's own requests; health needs no key. Nodes, which have none, need a port of their own, --nodes
     #[arg(long, value_name = "FILE|DIR|env:NAME", requires = "nodes")]
     api_keys: Option<KeySource>,
     /// Routers behind one load balancer: each of N routers allows an N-th part of a key's rates. Routers need not know

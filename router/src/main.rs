@@ -15,7 +15,6 @@ use tandem_ports::{
     CLIENT_STREAMS, JoinToken, KeepAlive, Limits, NodeTls, PeerRole, Places, Port, Tls, connections_within,
     raise_descriptor_limit, serve_grpc, serve_http,
 };
-use tandem_router::admission::keys::Keys;
 use tandem_router::api::{Service, Telling};
 use tandem_router::config::{ClientPort, Config};
 use tandem_router::membership::{Expected, Membership};
@@ -24,7 +23,7 @@ use tandem_router::page::Page;
 use tandem_router::reload::Reload;
 use tandem_router::text::ModelText;
 use tandem_router::{check, grpc, http};
-use tandem_telemetry::{Exporter, MetricsExport, clock};
+use tandem_telemetry::{Exporter, MetricsExport};
 use tokio::net::TcpListener;
 use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -91,10 +90,7 @@ fn reactor(threads: usize) -> std::io::Result<Runtime> {
 
 async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     let mut signals = Signals::new()?;
-    let keys = match &config.api_keys {
-        Some(source) => Keys::load_share(source, config.replicas, clock::now())?,
-        None => Keys::default(),
-    };
+    let keys = check::keys(&config)?;
     let join = config.join_token_file.as_deref().map(JoinToken::load).transpose()?;
     let tls = config.tls.as_ref().map(Tls::read).transpose()?;
     let node_tls = config.node_tls.as_ref().map(|files| NodeTls::read(files, PeerRole::Router)).transpose()?;

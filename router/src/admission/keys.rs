@@ -1,6 +1,6 @@
-//! API keys: which tenant a request's key makes it. They are read ([`KeySource`]) at the start and again at every
-//! SIGHUP; what is wrong then changes nothing. Keys are kept and compared as digests, each comparison over all keys and
-//! all bytes, so that time says nothing about them.
+//! API keys: which tenant a request's key makes it, or the certificate of its connection. They are read ([`KeySource`])
+//! at the start and again at every SIGHUP; what is wrong then changes nothing. Keys are kept and compared as digests,
+//! each comparison over all keys and all bytes, so that time says nothing about them.
 mod source;
 
 use std::collections::BTreeSet;
@@ -10,12 +10,14 @@ use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Instant;
 
 use sha2::{Digest, Sha256};
+use tandem_ports::ClientName;
 use tandem_proto::{Error, ErrorKind, MAX_PRIORITY};
 
 pub use self::source::KeySource;
-use self::source::{Entry, check_key};
+use self::source::{Entry, SPIFFE, check_certificate, check_key};
 use super::limiter::Rates;
 use super::tenant::{MAX_WEIGHT, Tenant, Terms, check_name};
+use crate::caller::Credentials;
 
 /// Keys at most: each request is compared with all of them.
 pub const MAX_KEYS: usize = 1024;
@@ -29,14 +31,30 @@ pub struct Keys(Option<Arc<Ring>>);
 #[derive(Debug)]
 struct Ring {
     source: KeySource,
-    /// Routers that share the rates.
-    replicas: NonZeroU32,
+    rules: Rules,
     keys: RwLock<Arc<Vec<Key>>>,
 }
 
+/// What a router makes of its keys.
+#[derive(Clone, Copy, Debug)]
+pub struct Rules {
+    /// Routers among which requests are spread: each allows that part of a key's rates.
+    pub replicas: NonZeroU32,
+    /// Clients show certificates, so that tenants may be known by them.
+    pub client_certificates: bool,
+}
+
+impl Default for Rules {
+    fn default() -> Self {
+        Self { replicas: NonZeroU32::MIN, client_certificates: false }
+    }
+}
+
+/// By what a tenant is known: one of them at least.
 #[derive(Clone, Debug)]
 struct Key {
-    digest: [u8; 32],
+    digest: Option<[u8; 32]>,
+    certificate: Option<String>,
     tenant: Tenant,
 }
 
@@ -63,17 +81,16 @@ impl Keys {
     /// # Errors
     /// It cannot be read, is not the JSON that it should be, or holds no keys or ones that make no sense.
     pub fn load(path: &Path, now: Instant) -> Result<Self, KeysError> {
-        Self::load_share(&KeySource::Path(path.to_owned()), NonZeroU32::MIN, now)
+        Self::load_by(&KeySource::Path(path.to_owned()), Rules::default(), now)
     }
 
-    /// As [`Self::load`], for one of so many routers among which requests are spread: each allows that part of a key's
-    /// rates.
+    /// As [`Self::load`], from anywhere and by these rules.
     ///
     /// # Errors
-    /// As there.
-    pub fn load_share(source: &KeySource, replicas: NonZeroU32, now: Instant) -> Result<Self, KeysError> {
-        let keys = RwLock::new(Arc::new(read(source, replicas, now)?));
-        Ok(Self(Some(Arc::new(Ring { source: source.clone(), replicas, keys }))))
+    /// As there, or a certificate is named that no client shows.
+    pub fn load_by(source: &KeySource, rules: Rules, now: Instant) -> Result<Self, KeysError> {
+        let keys = RwLock::new(Arc::new(read(source, rules, now)?));
+        Ok(Self(Some(Arc::new(Ring { source: source.clone(), rules, keys }))))
     }
 
     /// Reads them again. Tenants whose terms have not changed keep what is left of their rates. Says how many keys
@@ -83,7 +100,7 @@ impl Keys {
     /// As [`Self::load`]; the old keys stay.
     pub fn reload(&self, now: Instant) -> Result<usize, KeysError> {
         let Some(ring) = &self.0 else { return Ok(0) };
-        let mut keys = read(&ring.source, ring.replicas, now)?;
+        let mut keys = read(&ring.source, ring.rules, now)?;
         let mut current = ring.keys.write().unwrap_or_else(PoisonError::into_inner);
         for key in &mut keys {
             let same = |old: &&Key| old.tenant.name() == key.tenant.name() && old.tenant.terms() == key.tenant.terms();
@@ -106,27 +123,42 @@ impl Keys {
         keys.iter().flat_map(|keys| keys.iter()).map(|key| Arc::clone(key.tenant.name())).collect()
     }
 
-    /// Whose request it is, by its `authorization` header or metadata, or, where no keys are asked for, by the name
-    /// that it gives itself.
+    /// Whose request it is, by its `authorization` header or metadata; without one, by its connection's certificate;
+    /// or, where no keys are asked for, by the name that it gives itself.
     ///
     /// # Errors
     /// `Unauthenticated` for a key that is missing or unknown, `InvalidArgument` for a name that is none.
-    pub fn tenant(&self, authorization: Option<&str>, name: Option<&str>) -> Result<Tenant, Error> {
+    pub fn tenant<'a>(&self, shown: impl Into<Credentials<'a>>, name: Option<&str>) -> Result<Tenant, Error> {
         let Some(ring) = &self.0 else {
             return name.map_or_else(|| Ok(Tenant::default()), Tenant::named);
         };
-        let missing =
-            || Error::new(ErrorKind::Unauthenticated, "an API key is needed: send `Authorization: Bearer KEY`");
-        let (scheme, key) = authorization.and_then(|value| value.split_once(' ')).ok_or_else(missing)?;
-        if !scheme.eq_ignore_ascii_case("bearer") || key.trim().is_empty() {
-            return Err(missing());
-        }
         let keys = Arc::clone(&ring.keys.read().unwrap_or_else(PoisonError::into_inner));
-        let digest: [u8; 32] = Sha256::digest(key.trim()).into();
-        let found = keys.iter().fold(None, |found, key| if same(&key.digest, &digest) { Some(key) } else { found });
-        let unknown = || Error::new(ErrorKind::Unauthenticated, "this API key is not known here");
-        found.map(|key| key.tenant.clone()).ok_or_else(unknown)
+        let Credentials { authorization, certificate } = shown.into();
+        let found = match (authorization, certificate) {
+            (None, Some(certificate)) => of_certificate(&keys, certificate),
+            (authorization, _) => of_header(&keys, authorization),
+        };
+        let found = found.map_err(|why| Error::new(ErrorKind::Unauthenticated, why))?;
+        Ok(found.tenant.clone())
     }
+}
+
+fn of_header<'a>(keys: &'a [Key], authorization: Option<&str>) -> Result<&'a Key, &'static str> {
+    let bearer = authorization.and_then(|value| value.split_once(' '));
+    let key = bearer.filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer")).map(|(_, key)| key.trim());
+    let key = key.filter(|key| !key.is_empty()).ok_or("an API key is needed: send `Authorization: Bearer KEY`")?;
+    let digest: [u8; 32] = Sha256::digest(key).into();
+    let is_it = |key: &Key| key.digest.is_some_and(|of_key| same(&of_key, &digest));
+    let found = keys.iter().fold(None, |found, key| if is_it(key) { Some(key) } else { found });
+    found.ok_or("this API key is not known here")
+}
+
+/// A certificate is no secret. Its SPIFFE ID goes before its common name, and neither is taken for the other.
+fn of_certificate<'a>(keys: &'a [Key], names: &ClientName) -> Result<&'a Key, &'static str> {
+    let common_name = names.common_name.as_deref().filter(|name| !name.starts_with(SPIFFE));
+    let of = |name: &str| keys.iter().find(|key| key.certificate.as_deref() == Some(name));
+    let found = names.spiffe_id.as_deref().into_iter().chain(common_name).find_map(of);
+    found.ok_or("an API key is needed: this certificate is no tenant's; send `Authorization: Bearer KEY`")
 }
 
 /// In a time that does not depend on the bytes.
@@ -134,24 +166,32 @@ fn same(a: &[u8; 32], b: &[u8; 32]) -> bool {
     std::hint::black_box(a.iter().zip(b).fold(0, |differing, (a, b)| differing | (a ^ b))) == 0
 }
 
-fn read(source: &KeySource, replicas: NonZeroU32, now: Instant) -> Result<Vec<Key>, KeysError> {
-    let keys = source.read().and_then(|entries| checked(entries, replicas, now));
+fn read(source: &KeySource, rules: Rules, now: Instant) -> Result<Vec<Key>, KeysError> {
+    let keys = source.read().and_then(|entries| checked(entries, rules, now));
     keys.map_err(|why| KeysError { source_name: source.to_string(), why })
 }
 
-fn checked(keys: Vec<Entry>, replicas: NonZeroU32, now: Instant) -> Result<Vec<Key>, String> {
+fn checked(keys: Vec<Entry>, rules: Rules, now: Instant) -> Result<Vec<Key>, String> {
     if keys.is_empty() || keys.len() > MAX_KEYS {
         return Err(format!("{} keys; 1 to {MAX_KEYS} are possible", keys.len()));
     }
-    let (mut names, mut digests) = (BTreeSet::new(), BTreeSet::new());
+    let (mut names, mut digests, mut certificates) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
     let key = |entry: Entry| {
         let name = entry.name.clone();
-        let key = key(entry.share(replicas), now).map_err(|why| format!("key {name:?}: {why}"))?;
-        match (names.insert(name.clone()), digests.insert(key.digest)) {
-            (true, true) => Ok(key),
-            (false, _) => Err(format!("there are two keys of the name {name:?}")),
-            (_, false) => Err(format!("key {name:?} is another one's, too")),
+        let key = key(entry.share(rules.replicas), now).map_err(|why| format!("key {name:?}: {why}"))?;
+        if key.certificate.is_some() && !rules.client_certificates {
+            return Err(format!("key {name:?}: `certificate` takes --tls-client-ca: clients show none without"));
         }
+        if !names.insert(name.clone()) {
+            return Err(format!("there are two keys of the name {name:?}"));
+        }
+        if key.digest.is_some_and(|digest| !digests.insert(digest)) {
+            return Err(format!("key {name:?} is another one's, too"));
+        }
+        if key.certificate.clone().is_some_and(|certificate| !certificates.insert(certificate)) {
+            return Err(format!("the certificate of key {name:?} is another one's, too"));
+        }
+        Ok(key)
     };
     keys.into_iter().map(key).collect()
 }
@@ -161,11 +201,13 @@ fn key(entry: Entry, now: Instant) -> Result<Key, String> {
     let digest = match (&entry.key, &entry.sha256) {
         (Some(key), None) => {
             check_key(key)?;
-            Sha256::digest(key).into()
+            Some(Sha256::digest(key).into())
         }
-        (None, Some(hex)) => from_hex(hex).ok_or("`sha256` must be 64 hexadecimal digits")?,
-        _ => return Err("give either `key` or `sha256`".to_owned()),
+        (None, Some(hex)) => Some(from_hex(hex).ok_or("`sha256` must be 64 hexadecimal digits")?),
+        (None, None) if entry.certificate.is_some() => None,
+        _ => return Err("give either `key` or `sha256`, or `certificate`".to_owned()),
     };
+    entry.certificate.as_deref().map_or(Ok(()), check_certificate)?;
     if !(1..=MAX_WEIGHT).contains(&entry.weight) {
         return Err(format!("`weight` must be 1 to {MAX_WEIGHT}"));
     }
@@ -182,7 +224,8 @@ fn key(entry: Entry, now: Instant) -> Result<Key, String> {
         rates,
         shares_cache: entry.share_prefix_cache,
     };
-    Ok(Key { digest, tenant: Tenant::new(&entry.name, terms, Some(now)) })
+    let tenant = Tenant::new(&entry.name, terms, Some(now));
+    Ok(Key { digest, certificate: entry.certificate, tenant })
 }
 
 fn from_hex(text: &str) -> Option<[u8; 32]> {
@@ -234,7 +277,8 @@ mod tests {
     fn routers_divide_a_key_s_rates() {
         let (dir, now) = (tempfile::tempdir().unwrap(), Instant::now());
         let file = FILE.replace("\"requests_per_minute\": 2", "\"requests_per_minute\": 7, \"tokens_per_minute\": 1");
-        let keys = Keys::load_share(&KeySource::Path(write(&dir, &file)), NonZeroU32::new(3).unwrap(), now).unwrap();
+        let rules = Rules { replicas: NonZeroU32::new(3).unwrap(), ..Rules::default() };
+        let keys = Keys::load_by(&KeySource::Path(write(&dir, &file)), rules, now).unwrap();
         let rates = |keys: &Keys| {
             let alice = keys.tenant(Some("Bearer sk-alice-0123456789abcdef"), None).unwrap();
             alice.allowances(now).into_iter().map(|left| left.per_minute).collect::<Vec<_>>()
@@ -291,6 +335,46 @@ mod tests {
     }
 
     #[test]
+    fn a_certificate_makes_a_request_its_tenant_s_where_no_header_does() {
+        let (dir, now) = (tempfile::tempdir().unwrap(), Instant::now());
+        let file = r#"{"keys": [
+            {"name": "alice", "certificate": "spiffe://example.org/team/a", "key": "sk-alice-0123456789abcdef"},
+            {"name": "bob", "certificate": "bob's laptop"}
+        ]}"#;
+        let source = KeySource::Path(write(&dir, file));
+        let refused = Keys::load_by(&source, Rules::default(), now).unwrap_err().to_string();
+        assert!(refused.contains("key \"alice\": `certificate` takes --tls-client-ca"), "{refused}");
+        let rules = Rules { client_certificates: true, ..Rules::default() };
+        let keys = Keys::load_by(&source, rules, now).unwrap();
+        let names = |spiffe_id: &str, common_name: &str| {
+            let some = |name: &str| Some(name.to_owned()).filter(|name| !name.is_empty());
+            ClientName { spiffe_id: some(spiffe_id), common_name: some(common_name) }
+        };
+        let whose = |authorization, names: &ClientName| {
+            let tenant = keys.tenant(Credentials { authorization, certificate: Some(names) }, Some("carol"));
+            tenant.map(|tenant| tenant.name().to_string()).map_err(|error| error.kind)
+        };
+        let (alice, bob) = (names("spiffe://example.org/team/a", ""), names("", "bob's laptop"));
+        assert_eq!(whose(None, &alice), Ok("alice".to_owned()));
+        assert_eq!(whose(None, &bob), Ok("bob".to_owned()));
+        assert_eq!(whose(None, &names("spiffe://example.org/team/b", "bob's laptop")), Ok("bob".to_owned()));
+        assert_eq!(whose(None, &names("spiffe://example.org/team/a", "bob's laptop")), Ok("alice".to_owned()));
+        // The header wins, also where it is wrong.
+        assert_eq!(whose(Some("Bearer sk-alice-0123456789abcdef"), &bob), Ok("alice".to_owned()));
+        for wrong in ["", "Bearer sk-other-0123456789abcdef"] {
+            assert_eq!(whose(Some(wrong), &bob), Err(ErrorKind::Unauthenticated), "{wrong:?}");
+        }
+        // Nobody's names, and one that only looks like an id.
+        for nobody in [names("", ""), names("", "carol"), names("", "spiffe://example.org/team/a")] {
+            assert_eq!(whose(None, &nobody), Err(ErrorKind::Unauthenticated), "{nobody:?}");
+        }
+        let twice = file.replace("bob's laptop", "spiffe://example.org/team/a");
+        write(&dir, &twice);
+        assert!(keys.reload(now).unwrap_err().to_string().contains("the certificate of key \"bob\" is another"));
+        assert_eq!(whose(None, &bob), Ok("bob".to_owned()), "the old ones stay");
+    }
+
+    #[test]
     fn wrong_files_say_what_is_wrong() {
         for (text, why) in [
             ("", "EOF"),
@@ -300,6 +384,8 @@ mod tests {
             (r#"{"keys": [{"name": "a", "key": "short"}]}"#, "22 to 256"),
             (r#"{"keys": [{"name": "a b", "key": "sk-0123456789abcdef-008"}]}"#, "name"),
             (r#"{"keys": [{"name": "a", "sha256": "12"}]}"#, "64 hexadecimal"),
+            (r#"{"keys": [{"name": "a", "certificate": "a"}]}"#, "--tls-client-ca"),
+            (r#"{"keys": [{"name": "a", "certificate": ""}]}"#, "SPIFFE"),
             (r#"{"keys": [{"name": "a", "key": "sk-0123456789abcdef-008", "weight": 0}]}"#, "weight"),
             (r#"{"keys": [{"name": "a", "key": "sk-0123456789abcdef-008", "min_priority": 11}]}"#, "min_priority"),
             (
@@ -319,7 +405,7 @@ mod tests {
             ),
         ] {
             let error = {
-                let entries = source::json(text).and_then(|entries| checked(entries, NonZeroU32::MIN, Instant::now()));
+                let entries = source::json(text).and_then(|entries| checked(entries, Rules::default(), Instant::now()));
                 entries.expect_err(text)
             };
             assert!(error.contains(why), "{text}: {error}");

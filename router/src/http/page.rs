@@ -18,7 +18,7 @@ use tandem_proto::ErrorKind;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
-use super::auth::authorization;
+use super::auth::credentials;
 use super::error::ApiError;
 use super::traces::aside;
 use crate::page::Page;
@@ -86,7 +86,7 @@ async fn with_policy(request: Request, next: Next) -> Response {
 /// On a port for operators whoever has a key sees all traces, elsewhere its own.
 async fn with_key(State(shown): State<Shown>, mut request: Request, next: Next) -> Result<Response, ApiError> {
     let service = shown.page.service();
-    let own = service.traces_for(authorization(request.headers()));
+    let own = service.traces_for(credentials(&request));
     let own = own.inspect_err(|error| service.refused(error.kind))?;
     let traces = if service.is_reserved() { service.traces().clone() } else { own };
     request.extensions_mut().insert(traces);

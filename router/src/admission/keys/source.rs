@@ -17,6 +17,10 @@ use crate::admission::tenant::DEFAULT_TENANT;
 const MAX_FILE_BYTES: u64 = 1 << 20;
 /// Bytes of a key's own file at most, with what stands around the key.
 const MAX_KEY_BYTES: u64 = 1024;
+/// Bytes of a name in a certificate at most, as of a SPIFFE ID (2.3).
+const MAX_CERTIFICATE_BYTES: usize = 2048;
+/// What a SPIFFE ID begins with.
+pub(super) const SPIFFE: &str = "spiffe://";
 /// What the value of `--api-keys` begins with, if it names a variable.
 const VARIABLE: &str = "env:";
 
@@ -77,6 +81,8 @@ pub(super) struct Entry {
     pub name: String,
     pub key: Option<String>,
     pub sha256: Option<String>,
+    /// In a client's certificate: a SPIFFE ID or a common name.
+    pub certificate: Option<String>,
     #[serde(default = "one")]
     pub weight: u32,
     pub requests_per_minute: Option<u32>,
@@ -94,6 +100,7 @@ impl Entry {
             name: name.to_owned(),
             key: Some(key.to_owned()),
             sha256: None,
+            certificate: None,
             weight: one(),
             requests_per_minute: None,
             tokens_per_minute: None,
@@ -164,6 +171,18 @@ pub(super) fn check_key(key: &str) -> Result<(), String> {
     ))
 }
 
+/// What a name in a certificate looks like.
+pub(super) fn check_certificate(name: &str) -> Result<(), String> {
+    let is_one = (1..=MAX_CERTIFICATE_BYTES).contains(&name.len()) && !name.contains(char::is_control);
+    let is_other = name.contains("://") && !name.starts_with(SPIFFE);
+    if is_one && !is_other {
+        return Ok(());
+    }
+    Err(format!(
+        "`certificate` is a SPIFFE ID ({SPIFFE}…) or a common name, of 1 to {MAX_CERTIFICATE_BYTES} bytes on one line"
+    ))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -216,6 +235,16 @@ mod tests {
         assert_eq!(KeySource::Variable("TANDEM_NO_SUCH".to_owned()).read().err().unwrap(), "no such variable");
         // Some variable that every test process has, and that is no key.
         assert_eq!(entries(&KeySource::Variable("PATH".to_owned()))[0].0, DEFAULT_TENANT);
+    }
+
+    #[test]
+    fn a_certificate_is_named_by_its_id_or_its_common_name() {
+        for name in ["spiffe://example.org/team/a", "bob's laptop", "Zoë"] {
+            assert_eq!(check_certificate(name), Ok(()), "{name}");
+        }
+        for name in ["", "https://example.org/a", "two\nlines", &"x".repeat(2049)] {
+            assert!(check_certificate(name).unwrap_err().contains("SPIFFE ID"), "{name}");
+        }
     }
 
     #[test]

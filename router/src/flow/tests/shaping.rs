@@ -104,7 +104,7 @@ async fn a_tenant_s_requests_have_a_cache_salt_of_their_own() {
     let mut cluster = Cluster::with_tenants(Limits::default(), &["alice", "bobby"]).await;
     let mut salts = Vec::new();
     for (name, own) in [("alice", ""), ("bobby", ""), ("alice", "x"), ("bobby", "x"), ("alice", ""), ("alice", "x")] {
-        let tenant = cluster.service.tenant(Some(&format!("Bearer sk-{name}-0123456789abcdefgh")), None).unwrap();
+        let tenant = cluster.service.tenant(Some(&*format!("Bearer sk-{name}-0123456789abcdefgh")), None).unwrap();
         let asked = GenerationRequest { tenant, cache_salt: own.into(), ..request() };
         let _running = cluster.service.generate(asked).unwrap();
         let (_prefill, spec, _decode, start) = cluster.legs().await;
@@ -136,7 +136,7 @@ async fn a_greedy_tenant_waits_behind_its_own_requests() {
     let service = cluster.service.clone();
     let of = move |name: &str, id: String| GenerationRequest {
         request_id: id,
-        tenant: service.tenant(Some(&format!("Bearer sk-{name}-0123456789abcdefgh")), None).unwrap(),
+        tenant: service.tenant(Some(&*format!("Bearer sk-{name}-0123456789abcdefgh")), None).unwrap(),
         ..request()
     };
     let running = cluster.service.generate(of("greedy", "0".into())).unwrap();
@@ -159,7 +159,7 @@ async fn shares_count_what_was_generated() {
     let mut cluster = Cluster::with_tenants(limits, &["alice", "bobby"]).await;
     let service = cluster.service.clone();
     let ask = |name: &str, index: u32| {
-        let tenant = service.tenant(Some(&format!("Bearer sk-{name}-0123456789abcdefgh")), None).unwrap();
+        let tenant = service.tenant(Some(&*format!("Bearer sk-{name}-0123456789abcdefgh")), None).unwrap();
         let request_id = format!("{name} {index}");
         service.generate(GenerationRequest { request_id, tenant, max_tokens: 100, ..request() }).unwrap()
     };
@@ -204,7 +204,7 @@ async fn nodes_hear_of_no_priorities_where_tenants_have_keys() {
     let service = cluster.service.clone();
     let of = move |name: &str, id: &str, priority| GenerationRequest {
         request_id: id.into(),
-        tenant: service.tenant(Some(&format!("Bearer sk-{name}-0123456789abcdefgh")), None).unwrap(),
+        tenant: service.tenant(Some(&*format!("Bearer sk-{name}-0123456789abcdefgh")), None).unwrap(),
         priority,
         ..request()
     };
