@@ -293,11 +293,14 @@ impl Service {
         self.flow.admission.is_closed()
     }
 
-    /// The nodes, and where gRPC is, for `/debug/cluster`: a client that has one port finds the other.
+    /// The nodes, for `/debug/cluster`.
     pub fn cluster_json(&self) -> serde_json::Value {
-        let mut cluster = self.flow.membership.json();
-        cluster["grpc_port"] = self.grpc_port.into();
-        cluster
+        self.flow.membership.json()
+    }
+
+    /// Where clients that speak gRPC find it, if that is known.
+    pub fn grpc_port(&self) -> Option<u16> {
+        self.grpc_port
     }
 
     /// One trace (32 hexadecimal digits, or "last").

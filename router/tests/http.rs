@@ -79,9 +79,16 @@ async fn routes_without_nodes() {
 #[tokio::test]
 async fn probes_have_routes_of_their_own() {
     let admin = tandem_router::http::admin(service_with(Keys::default()));
-    for (path, status) in [("/live", 200), ("/ready", 503), ("/health", 503), ("/metrics", 200), ("/v1/models", 404)] {
+    for (path, status) in [("/live", 200), ("/ready", 503), ("/metrics", 200), ("/v1/models", 404)] {
         assert_eq!(get(&admin, path).await.0, status, "{path}");
     }
+    let clients = tandem_router::http::router(service_with(Keys::default()).with_grpc_port(7));
+    for port in [&admin, &clients] {
+        for (path, status) in [("/health/live", 200), ("/health/ready", 503), ("/health", 503)] {
+            assert_eq!(get(port, path).await.0, status, "{path}");
+        }
+    }
+    assert_eq!(get(&clients, "/health/live").await.1, json!({"status": "ok", "grpc_port": 7}));
     assert_eq!(post(&admin, "/live", "").await.0, StatusCode::METHOD_NOT_ALLOWED);
 }
 

@@ -83,7 +83,7 @@ pub fn router(service: Service) -> axum::Router {
     };
     // What probes look at needs no key.
     for_all
-        .route("/health", get(health))
+        .merge(probes())
         .merge(cluster)
         .merge(traces::routes().route_layer(own_traces))
         .merge(guarded)
@@ -100,13 +100,19 @@ pub fn admin(service: Service) -> axum::Router {
     axum::Router::new()
         .merge(all_traces)
         .route("/debug/cluster", get(cluster))
-        .route("/live", get(|| async { Json(json!({"status": "ok"})) }))
-        .route("/ready", get(health))
-        .route("/health", get(health))
+        .merge(probes())
+        .route("/live", get(live))
+        .route("/ready", get(ready))
         .route("/metrics", get(metrics))
         .fallback(no_route)
         .method_not_allowed_fallback(wrong_method)
         .with_state(service)
+}
+
+/// What probes look at: whether the process answers, and whether the cluster can serve.
+fn probes() -> axum::Router<Service> {
+    let ready = || get(ready);
+    axum::Router::new().route("/health/live", get(live)).route("/health/ready", ready()).route("/health", ready())
 }
 
 /// Unix seconds.
@@ -189,8 +195,13 @@ fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, Error> {
     }
 }
 
+/// The process answers, and says where gRPC is: a client that has one port finds the other.
+async fn live(State(service): State<Service>) -> Response {
+    Json(json!({"status": "ok", "grpc_port": service.grpc_port()})).into_response()
+}
+
 /// 200 as soon as the nodes of a plan are there: a compatible pair or, with local prefill, a decode node.
-async fn health(State(service): State<Service>) -> Result<Response, ApiError> {
+async fn ready(State(service): State<Service>) -> Result<Response, ApiError> {
     if service.ready() {
         return Ok(Json(json!({"status": "ok"})).into_response());
     }
