@@ -324,10 +324,9 @@ impl Service {
         Ok(trace)
     }
 
-    /// Whether clients need a key, and operators have a port of their own: then the clients' port says nothing of the
-    /// whole cluster to who has none.
+    /// Whether clients need a key: then their port says nothing of the whole cluster, that is operators' alone.
     pub fn is_reserved(&self) -> bool {
-        self.keys.required() && self.ports.iter().any(|(name, _)| *name == "admin")
+        self.keys.required()
     }
 
     /// The traces that somebody may see: with keys, those of the key's tenant alone.

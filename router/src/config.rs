@@ -57,9 +57,9 @@ struct Flags {
     /// Take nodes' certificates without such a name, too: whoever has one of these authorities may be any node
     #[arg(long, requires = "node_tls_cert")]
     node_tls_any_name: bool,
-    /// Address of a port for probes, scrapers and people: /live, /ready, /health, /metrics, and the live page at /. It
-    /// answers while the others are full. It has no TLS. Only the live page's data needs an API key. Without this port
-    /// the page is at / of the HTTP API's; with it, only here
+    /// Address of a port for probes, scrapers and people: /health/live, /health/ready, /metrics, /debug/cluster, and
+    /// the live page at /. It answers while the others are full. It has no TLS. Only the live page's data needs an API
+    /// key. Without this port all of it is on the HTTP API's, unless there are API keys; with it, the page is only here
     #[arg(long, value_name = "ADDR")]
     admin: Option<SocketAddr>,
     /// Connections that each port may have open. A later one takes the place of the one that is idle or half-open

@@ -133,6 +133,12 @@ async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     let live = Page::new(service.clone());
     let page = http::page(live.clone(), stop.clone());
     let clients = match ports.admin {
+        None if service.is_reserved() => {
+            tracing::info!(
+                "clients have API keys, so their port has no /metrics, /debug and page: --admin ADDR has them"
+            );
+            clients
+        }
         None => clients.merge(page),
         Some((port, _)) => {
             servers.spawn(serve_http(port, http::admin(service.clone()).merge(page), stop.clone()).map(Ok));

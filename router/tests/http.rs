@@ -248,10 +248,11 @@ async fn what_the_edge_refuses_is_counted_once() {
     let dir = tempfile::tempdir().expect("a directory");
     let file = dir.path().join("keys.json");
     std::fs::write(&file, r#"{"keys": [{"name": "a", "key": "secret-secret-secret-secret"}]}"#).expect("written");
-    let router = router_with(Keys::load(&file, clock::now()).expect("good keys"));
+    let service = service_with(Keys::load(&file, clock::now()).expect("good keys"));
+    let (router, admin) = (tandem_router::http::router(service.clone()), tandem_router::http::admin(service));
     let counted = async || {
         let request = Request::get("/metrics").body(Body::empty()).expect("request");
-        let body = router.clone().call(request).await.expect("infallible").into_body();
+        let body = admin.clone().call(request).await.expect("infallible").into_body();
         let text = String::from_utf8(to_bytes(body, 1 << 20).await.expect("body").to_vec()).expect("text");
         let of = |line: &str| {
             let (outcome, count) =
@@ -460,7 +461,9 @@ async fn what_the_page_shows_wants_a_key_where_there_are_keys() {
     std::fs::write(&path, r#"{"keys": [{"name": "a", "key": "sk-a-0123456789abcdefgh"}]}"#).unwrap();
     let service = service_with(Keys::load(&path, clock::now()).unwrap());
     let jaeger = "http://jaeger.example:16686".parse().ok();
-    let (router, _stop) = with_page(service.with_jaeger_ui(jaeger));
+    let service = service.with_jaeger_ui(jaeger);
+    let page = tandem_router::http::page(Page::new(service.clone()), CancellationToken::new());
+    let router = tandem_router::http::admin(service).merge(page);
     for (path, key, status) in [
         ("/", None, 200),
         ("/page/page.js", None, 200),
@@ -475,4 +478,23 @@ async fn what_the_page_shows_wants_a_key_where_there_are_keys() {
         let response = router.clone().call(request.body(Body::empty()).unwrap()).await.unwrap();
         assert_eq!(response.status().as_u16(), status, "{path} {key:?}");
     }
+}
+
+#[tokio::test]
+async fn with_keys_the_clients_port_tells_nothing_of_the_cluster() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("keys.json");
+    std::fs::write(&path, r#"{"keys": [{"name": "a", "key": "sk-a-0123456789abcdefgh"}]}"#).unwrap();
+    let router = router_with(Keys::load(&path, clock::now()).unwrap());
+    for path in ["/", "/metrics", "/page/events", "/page/page.js", "/debug/cluster", "/debug/anything"] {
+        for key in [None, Some("Bearer sk-a-0123456789abcdefgh")] {
+            let request = key.into_iter().fold(Request::get(path), |request, key| request.header("authorization", key));
+            let (status, _, body) = send(&router, request.body(Body::empty()).unwrap()).await;
+            // Who has no key is not told what there is to debug.
+            let expected =
+                if key.is_none() && path.starts_with("/debug") { (401, "API key") } else { (404, "--admin") };
+            assert!(status == expected.0 && body.to_string().contains(expected.1), "{path}: {status} {body}");
+        }
+    }
+    assert_eq!(get(&router, "/health/live").await.0, StatusCode::OK);
 }

@@ -67,7 +67,7 @@ pub(super) async fn with_own_traces(
     Ok(response)
 }
 
-/// Asks for a key, whosever it is, where operators have a port of their own.
+/// Asks for a key, whosever it is, where there are keys.
 ///
 /// # Errors
 /// 401 for a key that is missing or unknown.
@@ -76,10 +76,7 @@ pub(super) async fn of_a_client(
     request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {
-    if service.is_reserved() {
-        let tenant = service.tenant(credentials(&request), None);
-        tenant.inspect_err(|error| service.refused(error.kind))?;
-    }
+    service.traces_for(credentials(&request)).inspect_err(|error| service.refused(error.kind))?;
     Ok(next.run(request).await)
 }
 
