@@ -382,6 +382,16 @@ impl Service {
         &self.flow.membership
     }
 
+    /// Requests that may wait.
+    pub fn max_queue(&self) -> usize {
+        self.flow.admission.max_queue()
+    }
+
+    /// Holds to other limits of admission from now on, see [`Admission::set_limits`].
+    pub fn set_limits(&self, limits: &Limits) {
+        self.flow.admission.set_limits(limits);
+    }
+
     /// Takes no new request and waits until the running ones have ended or `limit` has passed.
     pub async fn drain(&self, limit: std::time::Duration) {
         self.flow.admission.drain(limit).await;

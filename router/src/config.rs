@@ -4,7 +4,7 @@ use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{CommandFactory, Parser, ValueEnum};
+use clap::{CommandFactory, FromArgMatches, Parser, ValueEnum};
 use tandem_config::{ConfigArgs, ROUTER, Resolved};
 use tandem_ports::{NodeTlsFiles, TlsFiles, reactor_threads};
 use tandem_telemetry::{Collector, LogFormat};
@@ -281,6 +281,14 @@ impl Config {
     pub fn load() -> (Self, Resolved) {
         let (flags, resolved) = tandem_config::load::<Flags>(ROUTER);
         (flags.into(), resolved)
+    }
+
+    /// From what was resolved later.
+    ///
+    /// # Errors
+    /// Flags that clap would refuse.
+    pub fn of(resolved: &Resolved) -> Result<Self, clap::Error> {
+        Flags::from_arg_matches(resolved.matches()).map(Self::from)
     }
 }
 

@@ -20,7 +20,7 @@ use tandem_router::config::{ClientPort, Config};
 use tandem_router::membership::{Expected, Membership};
 use tandem_router::metrics::OPEN_METRICS;
 use tandem_router::page::Page;
-use tandem_router::reload::Reload;
+use tandem_router::reload::{ConfigFile, Reload};
 use tandem_router::text::ModelText;
 use tandem_router::{check, grpc, http};
 use tandem_telemetry::{Exporter, MetricsExport};
@@ -90,6 +90,8 @@ fn reactor(threads: usize) -> std::io::Result<Runtime> {
 
 async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     let mut signals = Signals::new()?;
+    // From here on it does not end the process.
+    let hangups = signal(SignalKind::hangup())?;
     let keys = check::keys(&config)?;
     let join = config.join_token_file.as_deref().map(JoinToken::load).transpose()?;
     let tls = config.tls.as_ref().map(Tls::read).transpose()?;
@@ -153,10 +155,8 @@ async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     if let Some(tls) = node_tls.clone() {
         tokio::spawn(tls.follow_files());
     }
-    let reload = Reload { keys, tls, node_tls, started };
-    if reload.has_files() {
-        tokio::spawn(reload_at_hangup(reload, signal(SignalKind::hangup())?));
-    }
+    let file = ConfigFile::new(service.clone(), started, config.limits.clone());
+    tokio::spawn(reload_at_hangup(Reload { keys, tls, node_tls, file }, hangups));
     tokio::spawn(membership.clone().watch());
     tokio::spawn(live.watch());
     tokio::spawn(grpc::follow_health(service.clone(), health));
