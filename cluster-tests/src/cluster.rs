@@ -76,22 +76,22 @@ pub fn words(text: &str) -> Vec<String> {
     text.split_whitespace().map(str::to_owned).collect()
 }
 
-/// Flags of a router with an API key for each of these tenants; its nodes join on a port of their own. The file is in
-/// `dir`.
+/// Flags of a router with an API key for each of these tenants; nodes and operators have ports of their own. The file
+/// is in `dir`.
 ///
 /// # Errors
 /// It cannot be written.
 pub fn with_keys(dir: &Path, tenants: &[&str]) -> std::io::Result<String> {
-    let key = |name: &&str| format!(r#"{{"name": "{name}", "key": "sk-{name}-secret"}}"#);
+    let key = |name: &&str| format!(r#"{{"name": "{name}", "key": "sk-{name}-0123456789abcdefgh"}}"#);
     let keys: Vec<String> = tenants.iter().map(key).collect();
     let path = dir.join("keys.json");
     std::fs::write(&path, format!(r#"{{"keys": [{}]}}"#, keys.join(", ")))?;
-    Ok(format!("--api-keys {} --nodes 127.0.0.1:0", path.display()))
+    Ok(format!("--api-keys {} --nodes 127.0.0.1:0 --admin 127.0.0.1:0", path.display()))
 }
 
 /// The `authorization` header of such a tenant.
 pub fn bearer(tenant: &str) -> String {
-    format!("Bearer sk-{tenant}-secret")
+    format!("Bearer sk-{tenant}-0123456789abcdefgh")
 }
 
 /// A running cluster; everything is killed and removed on drop.

@@ -55,7 +55,9 @@ impl Edge {
         let service = Service::with_keys(model(), membership, telling, Limits::default(), "fuzz".into(), keys);
         let live = page(Page::new(service.clone()), CancellationToken::new());
         let operators = axum::Router::new().nest_service("/admin", admin(service.clone()));
-        let routes = router(service.clone()).merge(live).merge(operators);
+        let routes = router(service.clone()).merge(operators);
+        // With keys the page is the operators' alone, at a port of their own.
+        let routes = if service.is_reserved() { routes } else { routes.merge(live) };
         let health = tonic_health::server::HealthReporter::new();
         let grpc = tandem_router::grpc::routes(&service, health).expect("routes").prepare().into_axum_router();
         drop(_inside);

@@ -67,7 +67,7 @@ fn api_keys(data: &[u8]) {
         assert!(keys.tenant(wrong, None).is_err());
     }
     let text = String::from_utf8_lossy(data);
-    let _ = keys.tenant(Some(&text), Some(&text));
+    let _ = keys.tenant(Some(&*text), Some(&*text));
 }
 
 fn key_seeds() -> Vec<Vec<u8>> {

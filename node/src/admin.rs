@@ -1,7 +1,8 @@
-//! The admin port: `/health` for supervisors and `/metrics`. Everything is read at the scrape; nothing is kept. How it
-//! is written is [`text`]'s matter.
+//! The admin port: `/health/live` and `/health/ready` for supervisors, and `/metrics`. Everything is read at the
+//! scrape; nothing is kept. How it is written is [`text`]'s matter.
 mod text;
 
+use std::fmt::Display;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -19,11 +20,15 @@ use text::{Form, Text};
 
 /// The routes.
 pub fn routes(node: Arc<Node>) -> Router {
-    Router::new().route("/health", get(health)).route("/metrics", get(metrics)).with_state(node)
+    let ready = || get(async |State(node): State<Arc<Node>>| answer(node.failed(), node.work.is_draining()));
+    let live = get(async |State(node): State<Arc<Node>>| answer(node.failed(), false));
+    let health = Router::new().route("/health/live", live).route("/health/ready", ready()).route("/health", ready());
+    health.route("/metrics", get(metrics)).with_state(node)
 }
 
-async fn health(State(node): State<Arc<Node>>) -> impl IntoResponse {
-    match (node.failed(), node.work.is_draining()) {
+/// A node that failed stays so; one that drains lives, and takes nothing new.
+fn answer(failed: Option<impl Display>, is_draining: bool) -> (StatusCode, String) {
+    match (failed, is_draining) {
         (Some(reason), _) => (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")),
         (None, true) => (StatusCode::SERVICE_UNAVAILABLE, "draining\n".to_owned()),
         (None, false) => (StatusCode::OK, "ok\n".to_owned()),
@@ -329,5 +334,21 @@ fn vllm_answers(text: &mut Text, node: &Node) {
         ("vllm:e2e_request_latency_seconds", "From the call to the end of the answer.", &answers.e2e_seconds),
     ] {
         text.histogram(name, help, histogram);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_node_that_drains_lives_and_one_that_failed_does_not() {
+        let ok = (StatusCode::OK, "ok\n".to_owned());
+        assert_eq!(answer(None::<&str>, false), ok);
+        assert_eq!(answer(None::<&str>, true), (StatusCode::SERVICE_UNAVAILABLE, "draining\n".to_owned()));
+        for is_draining in [false, true] {
+            let failed = answer(Some("the engine hangs"), is_draining);
+            assert_eq!(failed, (StatusCode::SERVICE_UNAVAILABLE, "the engine hangs\n".to_owned()));
+        }
     }
 }

@@ -99,7 +99,8 @@ struct Inner {
     empty: Notify,
     /// Who waits may have a turn, whatever the nodes say: a slot is free, or one that started is on its nodes.
     moved: Notify,
-    max_queue: usize,
+    /// Who has a slot starts, whatever room the nodes have.
+    without_queue: bool,
     node_queue: u32,
     /// There are several tenants.
     several: bool,
@@ -147,7 +148,7 @@ impl Admission {
             closed: AtomicBool::default(),
             empty: Notify::default(),
             moved: Notify::default(),
-            max_queue,
+            without_queue: max_queue == 0,
             node_queue,
             several,
             shared: several || pools.iter().len() > 1,
@@ -178,7 +179,7 @@ impl Admission {
             }
             Err((refused, counts)) => {
                 tenant.give_back(requests, tokens, now);
-                Err(Refusal::of(refused, counts, tenant.name(), self.inner.max_queue))
+                Err(Refusal::of(refused, counts, tenant.name(), self.max_queue()))
             }
         }
     }
@@ -192,7 +193,7 @@ impl Admission {
         self.open()?;
         tenant.could_take(now).map_err(|exceeded| Refusal::too_fast(tenant.name(), exceeded))?;
         let full = self.inner.lock().queue.full(now);
-        full.map_or(Ok(()), |refused| Err(Refusal::of(refused, self.counts(), tenant.name(), self.inner.max_queue)))
+        full.map_or(Ok(()), |refused| Err(Refusal::of(refused, self.counts(), tenant.name(), self.max_queue())))
     }
 
     /// Takes one request from the tenant's rates, for work that is done here.
@@ -209,6 +210,20 @@ impl Admission {
             return Ok(());
         }
         Err(Refusal::draining())
+    }
+
+    /// Requests that may wait.
+    pub fn max_queue(&self) -> usize {
+        self.inner.lock().queue.places()
+    }
+
+    /// Holds to the `max_inflight`, `max_queue` and `max_ttft` of these from now on; whether there is a queue stays as
+    /// it was. Who runs or waits stays.
+    pub fn set_limits(&self, limits: &Limits) {
+        let &Limits { max_inflight, max_queue, max_ttft, .. } = limits;
+        debug_assert_eq!(max_queue == 0, self.inner.without_queue, "that takes a restart");
+        self.inner.lock().queue.set_bounds(max_inflight as usize, max_queue, max_ttft);
+        self.inner.moved.notify_one();
     }
 
     /// Whether there are several tenants: they have API keys.
@@ -407,7 +422,7 @@ impl Inner {
     fn change<T>(&self, change: impl FnOnce(&mut State, queue::Room<'_>) -> (Turn, T)) -> T {
         let mut state = self.lock();
         let mut room = |demand: &Demand, ahead: &Ahead| {
-            self.max_queue == 0 || self.nodes.has_room(demand, ahead, self.node_queue, clock::now())
+            self.without_queue || self.nodes.has_room(demand, ahead, self.node_queue, clock::now())
         };
         let (turn, result) = change(&mut state, &mut room);
         for ticket in turn.start {

@@ -17,7 +17,7 @@ use crate::admission::cache_salt::CacheSalts;
 use crate::admission::keys::Keys;
 use crate::admission::tenant::DEFAULT_TENANT;
 use crate::admission::{Admission, Counts, Tenant};
-use crate::caller::Parent;
+use crate::caller::{Credentials, Parent};
 use crate::flow;
 use crate::flow::refused::Refused;
 use crate::flow::retry_budget::{Retries, RetryBudget};
@@ -156,12 +156,12 @@ impl Service {
         self.jaeger_ui.as_ref()
     }
 
-    /// Whose request it is, by its `authorization` and `x-tandem-tenant` headers or metadata.
+    /// Whose request it is, by its credentials, or by its `x-tandem-tenant` header or metadata.
     ///
     /// # Errors
     /// `Unauthenticated` where keys are needed and this is none, `InvalidArgument` for a tenant's name that is none.
-    pub fn tenant(&self, authorization: Option<&str>, name: Option<&str>) -> Result<Tenant, Error> {
-        self.keys.tenant(authorization, name)
+    pub fn tenant<'a>(&self, shown: impl Into<Credentials<'a>>, name: Option<&str>) -> Result<Tenant, Error> {
+        self.keys.tenant(shown, name)
     }
 
     /// Whether a request of this tenant could start or wait at all now: asked before its body is read, so that who is
@@ -291,11 +291,14 @@ impl Service {
         self.flow.admission.is_closed()
     }
 
-    /// The nodes, and where gRPC is, for `/debug/cluster`: a client that has one port finds the other.
+    /// The nodes, for `/debug/cluster`.
     pub fn cluster_json(&self) -> serde_json::Value {
-        let mut cluster = self.flow.membership.json();
-        cluster["grpc_port"] = self.grpc_port.into();
-        cluster
+        self.flow.membership.json()
+    }
+
+    /// Where clients that speak gRPC find it, if that is known.
+    pub fn grpc_port(&self) -> Option<u16> {
+        self.grpc_port
     }
 
     /// One trace (32 hexadecimal digits, or "last").
@@ -319,18 +322,17 @@ impl Service {
         Ok(trace)
     }
 
-    /// Whether clients need a key, and operators have a port of their own: then the clients' port says nothing of the
-    /// whole cluster to who has none.
+    /// Whether clients need a key: then their port says nothing of the whole cluster, that is operators' alone.
     pub fn is_reserved(&self) -> bool {
-        self.keys.required() && self.ports.iter().any(|(name, _)| *name == "admin")
+        self.keys.required()
     }
 
     /// The traces that somebody may see: with keys, those of the key's tenant alone.
     ///
     /// # Errors
     /// As [`Self::tenant`].
-    pub fn traces_for(&self, authorization: Option<&str>) -> Result<Traces, Error> {
-        let tenant = self.keys.required().then(|| self.tenant(authorization, None)).transpose()?;
+    pub fn traces_for<'a>(&self, shown: impl Into<Credentials<'a>>) -> Result<Traces, Error> {
+        let tenant = self.keys.required().then(|| self.tenant(shown, None)).transpose()?;
         Ok(self.traces().of(tenant.map(|tenant| Arc::clone(tenant.name()))))
     }
 
@@ -386,6 +388,16 @@ impl Service {
     pub fn join_service(&self) -> JoinService {
         let (traces, exporter) = (self.flow.traces.clone(), self.flow.exporter.clone());
         JoinService::new(self.flow.membership.clone(), move |packed| exporter.export(traces.stray(packed)))
+    }
+
+    /// Requests that may wait.
+    pub fn max_queue(&self) -> usize {
+        self.flow.admission.max_queue()
+    }
+
+    /// Holds to other limits of admission from now on, see [`Admission::set_limits`].
+    pub fn set_limits(&self, limits: &Limits) {
+        self.flow.admission.set_limits(limits);
     }
 
     /// Takes no new request and waits until the running ones have ended or `limit` has passed.

@@ -1,5 +1,7 @@
-//! What a caller's headers say of its request, the same at both edges: which id it has, and which span it is under.
-use http::HeaderMap;
+//! What a caller's headers say of its request, the same at both edges: which id it has, which span it is under, and by
+//! what its tenant is known.
+use http::{Extensions, HeaderMap, header};
+use tandem_ports::ClientName;
 use tandem_proto::{TraceContext, TraceState};
 
 /// Bytes of a client's request id at most.
@@ -38,9 +40,45 @@ pub fn parent(headers: &HeaderMap) -> Option<Parent> {
     Some(Parent { span, state: TraceState::read(states) })
 }
 
+/// By what the tenant of a request is known, where there are API keys.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Credentials<'a> {
+    /// The `authorization` header or metadata.
+    pub authorization: Option<&'a str>,
+    /// What the certificate of its connection says.
+    pub certificate: Option<&'a ClientName>,
+}
+
+impl<'a> Credentials<'a> {
+    /// Of a request with these.
+    pub fn of(headers: &'a HeaderMap, extensions: &'a Extensions) -> Self {
+        // A header that is no text is a wrong one, and not none.
+        let authorization = headers.get(header::AUTHORIZATION).map(|value| value.to_str().unwrap_or_default());
+        Self { authorization, certificate: extensions.get() }
+    }
+}
+
+impl<'a> From<Option<&'a str>> for Credentials<'a> {
+    /// By the header alone.
+    fn from(authorization: Option<&'a str>) -> Self {
+        Self { authorization, certificate: None }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_header_that_is_no_text_is_not_none() {
+        let (mut headers, mut extensions) = (HeaderMap::new(), Extensions::new());
+        extensions.insert(ClientName { spiffe_id: None, common_name: Some("a".to_owned()) });
+        let shown = Credentials::of(&headers, &extensions);
+        assert_eq!(shown.authorization, None);
+        assert_eq!(shown.certificate.unwrap().common_name.as_deref(), Some("a"));
+        headers.insert("authorization", http::HeaderValue::from_bytes(b"Bearer \xff").unwrap());
+        assert_eq!(Credentials::of(&headers, &extensions).authorization, Some(""));
+    }
 
     #[test]
     fn a_tracestate_belongs_to_a_traceparent() {

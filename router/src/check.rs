@@ -4,18 +4,29 @@ use anyhow::Context;
 use tandem_ports::{JoinToken, NodeTls, PeerRole, Tls};
 use tandem_telemetry::clock;
 
-use crate::admission::keys::Keys;
+use crate::admission::keys::{Keys, Rules};
 use crate::config::Config;
 use crate::text::ModelText;
+
+/// The API keys.
+///
+/// # Errors
+/// They cannot be used.
+pub fn keys(config: &Config) -> anyhow::Result<Keys> {
+    let client_certificates = config.tls.as_ref().is_some_and(|tls| tls.client_ca.is_some());
+    let rules = Rules { replicas: config.replicas, client_certificates };
+    match &config.api_keys {
+        Some(source) => Ok(Keys::load_by(source, rules, clock::now())?),
+        None => Ok(Keys::default()),
+    }
+}
 
 /// Whether a router could start with this.
 ///
 /// # Errors
 /// The first file that it could not use, and why.
 pub fn check(config: &Config) -> anyhow::Result<()> {
-    if let Some(path) = &config.api_keys {
-        Keys::load_share(path, config.replicas, clock::now())?;
-    }
+    keys(config)?;
     if let Some(path) = &config.join_token_file {
         JoinToken::load(path)?;
     }

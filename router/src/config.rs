@@ -4,11 +4,12 @@ use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{CommandFactory, Parser, ValueEnum};
+use clap::{CommandFactory, FromArgMatches, Parser, ValueEnum};
 use tandem_config::{ConfigArgs, ROUTER, Resolved};
 use tandem_ports::{NodeTlsFiles, TlsFiles, reactor_threads};
 use tandem_telemetry::{Collector, LogFormat};
 
+use crate::admission::keys::KeySource;
 use crate::http::Origin;
 use crate::limits::pools::Pools;
 use crate::limits::{Limits, MOST_ATTEMPTS};
@@ -56,9 +57,9 @@ struct Flags {
     /// Take nodes' certificates without such a name, too: whoever has one of these authorities may be any node
     #[arg(long, requires = "node_tls_cert")]
     node_tls_any_name: bool,
-    /// Address of a port for probes, scrapers and people: /live, /ready, /health, /metrics, and the live page at /. It
-    /// answers while the others are full. It has no TLS. Only the live page's data needs an API key. Without this port
-    /// the page is at / of the HTTP API's; with it, only here
+    /// Address of a port for probes, scrapers and people: /health/live, /health/ready, /metrics, /debug/cluster, and
+    /// the live page at /. It answers while the others are full. It has no TLS. Only the live page's data needs an API
+    /// key. Without this port all of it is on the HTTP API's, unless there are API keys; with it, the page is only here
     #[arg(long, value_name = "ADDR")]
     admin: Option<SocketAddr>,
     /// Connections that each port may have open. A later one takes the place of the one that is idle or half-open
@@ -66,13 +67,14 @@ struct Flags {
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     max_connections: u32,
     /// Certificate of both client ports, PEM: from then on they speak TLS only; nodes need a port of their own,
-    /// --nodes. These three files are read again at SIGHUP
+    /// --nodes. These three files are read again at SIGHUP, and when they change
     #[arg(long, value_name = "FILE", requires_all = ["tls_key", "nodes"])]
     tls_cert: Option<PathBuf>,
     /// The certificate's private key, PEM
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     tls_key: Option<PathBuf>,
-    /// Clients must show a certificate that one of these authorities signed (mTLS), PEM
+    /// Clients must show a certificate that one of these authorities signed (mTLS), PEM. --api-keys may name them: what
+    /// such a client sends without a key is its tenant's
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     tls_client_ca: Option<PathBuf>,
     /// Web pages of this origin (https://host[:port]) may read answers of the HTTP API; repeatable, `*` is all
@@ -115,11 +117,13 @@ struct Flags {
     /// interactive=0-2048:3,document=2049-:1 [default: one for all]
     #[arg(long, value_name = "POOLS")]
     pools: Option<Pools>,
-    /// JSON file of API keys: {"keys": [{"name": "a", "key": "…" or "sha256": "…", "weight": 1, "requests_per_minute":
-    /// 60, "tokens_per_minute": 10000, "min_priority": 0, "share_prefix_cache": false}]}; read again at SIGHUP. Traces
-    /// show the key's own requests; health needs no key. Nodes, which have none, need a port of their own, --nodes
-    #[arg(long, value_name = "FILE", requires = "nodes")]
-    api_keys: Option<PathBuf>,
+    /// API keys, of at least 22 characters: a JSON file, {"keys": [{"name": "a", "key": "…" or "sha256": "…",
+    /// "certificate": "spiffe://…" or a common name, "weight": 1, "requests_per_minute": 60, "tokens_per_minute":
+    /// 10000, "min_priority": 0, "share_prefix_cache": false}]}; a directory with a file for each tenant, of its name,
+    /// that holds its key; or a variable, env:NAME, with such JSON or the only key. Read again at SIGHUP. Traces show
+    /// the key's own requests; health needs no key. Nodes, which have none, need a port of their own, --nodes
+    #[arg(long, value_name = "FILE|DIR|env:NAME", requires = "nodes")]
+    api_keys: Option<KeySource>,
     /// Routers behind one load balancer: each of N routers allows an N-th part of a key's rates. Routers need not know
     /// of each other; nodes join all of them
     #[arg(long, value_name = "N", default_value_t = NonZeroU32::MIN)]
@@ -248,8 +252,8 @@ pub struct Config {
     pub trace_ring: usize,
     /// Bounds of requests.
     pub limits: Limits,
-    /// File of API keys; without it nobody needs one.
-    pub api_keys: Option<PathBuf>,
+    /// Where API keys are; without it nobody needs one.
+    pub api_keys: Option<KeySource>,
     /// Routers that divide the keys' rates.
     pub replicas: NonZeroU32,
     /// Silence after which a node is dead.
@@ -277,6 +281,14 @@ impl Config {
     pub fn load() -> (Self, Resolved) {
         let (flags, resolved) = tandem_config::load::<Flags>(ROUTER);
         (flags.into(), resolved)
+    }
+
+    /// From what was resolved later.
+    ///
+    /// # Errors
+    /// Flags that clap would refuse.
+    pub fn of(resolved: &Resolved) -> Result<Self, clap::Error> {
+        Flags::from_arg_matches(resolved.matches()).map(Self::from)
     }
 }
 

@@ -36,8 +36,8 @@ const SLOWEST_BYTES_PER_SECOND: u32 = 500_000;
 const MAX_WAITING: usize = 256;
 /// For room in the budget, or for a worker.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Threads for large texts are this much nicer than the others (`man 2 setpriority`): beside one that is always busy they
-/// have a thirtieth of a core.
+/// Threads for large texts are this much nicer than the others (`man 2 setpriority`): beside one that is always busy
+/// they have a thirtieth of a core.
 const NICE: i32 = 15;
 /// Threads for large work. Room and workers bound how many of them have any.
 const MAX_BEHIND: usize = 64;
@@ -202,8 +202,8 @@ impl Intake {
     }
 }
 
-/// Threads whose work waits for all others': where the system has no core to spare, a text of megabytes holds up nobody.
-/// They have a pool of their own, as a thread's priority can only be lowered.
+/// Threads whose work waits for all others': where the system has no core to spare, a text of megabytes holds up
+/// nobody. They have a pool of their own, as a thread's priority can only be lowered.
 #[derive(Debug)]
 struct Behind(Option<Runtime>);
 

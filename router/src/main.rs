@@ -1,6 +1,7 @@
 //! The life of the router process: configuration, model, sockets, serve until a signal, drain, end. What it serves is
 //! in the library: read `lib.rs` next.
-#![forbid(unsafe_code)]
+mod allocator;
+
 use std::io::Write;
 use std::net::SocketAddr;
 use std::process::ExitCode;
@@ -9,23 +10,21 @@ use std::time::Duration;
 
 use anyhow::Context;
 use futures::{FutureExt, TryFutureExt};
-use mimalloc::MiMalloc;
 use tandem_config::Resolved;
 use tandem_ports::{
     CLIENT_STREAMS, JoinToken, KeepAlive, Limits, NodeTls, PeerRole, Places, Port, Tls, connections_within,
     raise_descriptor_limit, serve_grpc, serve_http,
 };
-use tandem_router::admission::keys::Keys;
 use tandem_router::api::{Service, Telling};
 use tandem_router::config::{ClientPort, Config};
 use tandem_router::intake::IDLE_THREADS;
 use tandem_router::membership::{Expected, Membership};
 use tandem_router::metrics::OPEN_METRICS;
 use tandem_router::page::Page;
-use tandem_router::reload::Reload;
+use tandem_router::reload::{ConfigFile, Reload};
 use tandem_router::text::ModelText;
 use tandem_router::{check, grpc, http};
-use tandem_telemetry::{Exporter, MetricsExport, clock};
+use tandem_telemetry::{Exporter, MetricsExport};
 use tokio::net::TcpListener;
 use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -44,10 +43,6 @@ const LAST_BYTES: Duration = Duration::from_secs(1);
 /// Ports that `--next-free-port` tries.
 const PORTS_TRIED: u16 = 100;
 
-/// A request takes and gives back hundreds of pieces of memory, most of them small.
-#[global_allocator]
-static ALLOCATOR: MiMalloc = MiMalloc;
-
 fn main() -> ExitCode {
     let (config, resolved) = Config::load();
     if resolved.is_check() {
@@ -55,6 +50,7 @@ fn main() -> ExitCode {
     }
     let mut log = tandem_telemetry::init_logging("tandem-router", config.log_format);
     without_huge_pages();
+    allocator::give_back_at_once();
     let config = within_descriptors(config, raise_descriptor_limit());
     let served = reactor(config.threads)
         .context("cannot start threads")
@@ -88,10 +84,9 @@ fn reactor(threads: usize) -> std::io::Result<Runtime> {
 
 async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     let mut signals = Signals::new()?;
-    let keys = match &config.api_keys {
-        Some(path) => Keys::load_share(path, config.replicas, clock::now())?,
-        None => Keys::default(),
-    };
+    // From here on it does not end the process.
+    let hangups = signal(SignalKind::hangup())?;
+    let keys = check::keys(&config)?;
     let join = config.join_token_file.as_deref().map(JoinToken::load).transpose()?;
     let tls = config.tls.as_ref().map(Tls::read).transpose()?;
     let node_tls = config.node_tls.as_ref().map(|files| NodeTls::read(files, PeerRole::Router)).transpose()?;
@@ -134,6 +129,12 @@ async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     let live = Page::new(service.clone());
     let page = http::page(live.clone(), stop.clone());
     let clients = match ports.admin {
+        None if service.is_reserved() => {
+            tracing::info!(
+                "clients have API keys, so their port has no /metrics, /debug and page: --admin ADDR has them"
+            );
+            clients
+        }
         None => clients.merge(page),
         Some((port, _)) => {
             servers.spawn(serve_http(port, http::admin(service.clone()).merge(page), stop.clone()).map(Ok));
@@ -142,13 +143,14 @@ async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     };
     servers.spawn(serve_http(ports.http, clients, stop.clone()).map(Ok));
     // These end with the process.
-    if let Some(node_tls) = node_tls.clone() {
-        tokio::spawn(node_tls.follow_files());
+    if let Some(tls) = tls.clone() {
+        tokio::spawn(tls.follow_files());
     }
-    let reload = Reload { keys, tls, node_tls, started };
-    if reload.has_files() {
-        tokio::spawn(reload_at_hangup(reload, signal(SignalKind::hangup())?));
+    if let Some(tls) = node_tls.clone() {
+        tokio::spawn(tls.follow_files());
     }
+    let file = ConfigFile::new(service.clone(), started, config.limits.clone());
+    tokio::spawn(reload_at_hangup(Reload { keys, tls, node_tls, file }, hangups));
     tokio::spawn(membership.clone().watch());
     tokio::spawn(live.watch());
     tokio::spawn(grpc::follow_health(service.clone(), health));

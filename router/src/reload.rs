@@ -1,10 +1,16 @@
-//! What a router reads again at SIGHUP: API keys, certificates, and the configuration file, of which it says what would
-//! take a restart. A file that is wrong changes nothing, and is in the log.
+//! What a router reads again at SIGHUP: API keys, certificates, and the configuration file. Of its flags some limits
+//! hold from then on, and the others are named in the log: they take a restart. A file that is wrong changes nothing,
+//! and is in the log.
+use std::sync::{Mutex, PoisonError};
+
 use tandem_config::Resolved;
 use tandem_ports::{NodeTls, Tls};
 use tandem_telemetry::clock;
 
 use crate::admission::keys::Keys;
+use crate::api::Service;
+use crate::config::Config;
+use crate::limits::Limits;
 
 /// Owner of what can change while the process runs.
 pub struct Reload {
@@ -14,16 +20,20 @@ pub struct Reload {
     pub tls: Option<Tls>,
     /// Between this router and its nodes.
     pub node_tls: Option<NodeTls>,
+    /// The configuration file.
+    pub file: ConfigFile,
+}
+
+/// The configuration file, and whom its limits are for.
+pub struct ConfigFile {
+    service: Service,
     /// What the process was started with.
-    pub started: Resolved,
+    started: (Resolved, Limits),
+    /// What the file made of it last.
+    last: Mutex<Resolved>,
 }
 
 impl Reload {
-    /// Whether there is anything to read. If not, the signal ends the process, as it does with most.
-    pub fn has_files(&self) -> bool {
-        self.keys.required() || self.tls.is_some() || self.node_tls.is_some() || self.started.path().is_some()
-    }
-
     /// Reads all of it. Requests that run keep what they have: a tenant its terms, a connection its certificate.
     pub fn read(&self) {
         if self.keys.required() {
@@ -32,25 +42,127 @@ impl Reload {
                 Err(error) => tracing::error!(%error, "API keys not read: the old API keys stay"),
             }
         }
-        match self.tls.as_ref().map(Tls::reload) {
-            Some(Ok(())) => tracing::info!("certificates read again, for new connections"),
-            Some(Err(error)) => tracing::error!(%error, "certificates not read: the old certificates stay"),
-            None => {}
-        }
+        self.tls.iter().for_each(Tls::read_again);
         self.node_tls.iter().for_each(NodeTls::read_again);
-        if self.started.path().is_some() {
-            self.compare();
+        self.file.read();
+    }
+}
+
+impl ConfigFile {
+    /// Of a process that was started with these, for this service.
+    pub fn new(service: Service, started: Resolved, limits: Limits) -> Self {
+        Self { service, last: Mutex::new(started.clone()), started: (started, limits) }
+    }
+
+    fn read(&self) {
+        let (started, limits) = &self.started;
+        if started.path().is_none() {
+            return tracing::info!("SIGHUP: there is no configuration file to read again");
+        }
+        let wrong = "the configuration file would not start a router";
+        let now = match started.again() {
+            Ok(now) => now,
+            Err(error) => return tracing::error!(%error, "{wrong}"),
+        };
+        let next = match Config::of(&now) {
+            Ok(config) => config.limits,
+            Err(error) => return tracing::error!(%error, "{wrong}"),
+        };
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        for change in last.changes(&now).iter().filter(|change| can_change(&change.flag, limits, &next)) {
+            let (flag, before, file) = (&change.flag, &change.from, &change.to);
+            tracing::info!(flag, before, file, "the configuration file has changed: this holds from now on");
+        }
+        for change in started.changes(&now).iter().filter(|change| !can_change(&change.flag, limits, &next)) {
+            let (flag, running, file) = (&change.flag, &change.from, &change.to);
+            tracing::warn!(flag, running, file, "the configuration file has changed: this takes a restart");
+        }
+        self.service.set_limits(&changed(limits, &next));
+        *last = now;
+    }
+}
+
+/// Whether a flag's new value can hold without a restart.
+fn can_change(flag: &str, started: &Limits, next: &Limits) -> bool {
+    match flag {
+        "max-inflight" => true,
+        // Without a queue nobody asks for the nodes' room.
+        "max-queue" => (started.max_queue == 0) == (next.max_queue == 0),
+        // Without a bound nothing is predicted.
+        "max-ttft-ms" => started.max_ttft.is_some(),
+        _ => false,
+    }
+}
+
+/// The limits of the start with those of the next that can change.
+fn changed(started: &Limits, next: &Limits) -> Limits {
+    let can = |flag| can_change(flag, started, next);
+    Limits {
+        max_inflight: next.max_inflight,
+        max_queue: if can("max-queue") { next.max_queue } else { started.max_queue },
+        max_ttft: if can("max-ttft-ms") { next.max_ttft } else { started.max_ttft },
+        ..started.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsString;
+    use std::path::Path;
+    use std::time::Duration;
+
+    use tandem_config::ROUTER;
+
+    use super::*;
+    use crate::config;
+    use crate::flow::tests::fakes;
+
+    fn resolved(path: &Path) -> Resolved {
+        let words = ["tandem-router", "--model", "m.gguf", "--config", path.to_str().unwrap()].map(OsString::from);
+        Resolved::of(ROUTER, config::command(), words.into(), std::collections::BTreeMap::new()).unwrap()
+    }
+
+    #[test]
+    fn limits_change_where_nothing_else_depends_on_them() {
+        let ttft = |seconds| Some(Duration::from_secs(seconds));
+        let started = Limits { max_queue: 7, max_ttft: ttft(1), ..Limits::default() };
+        let next = Limits { max_inflight: 3, max_queue: 8, max_ttft: None, max_attempts: 9, ..Limits::default() };
+        let now = changed(&started, &next);
+        assert_eq!((now.max_inflight, now.max_queue, now.max_ttft), (3, 8, None));
+        assert_eq!(now.max_attempts, started.max_attempts, "of this nobody asks again");
+        let next = Limits { max_queue: 0, max_ttft: ttft(2), ..next };
+        assert_eq!((changed(&started, &next).max_queue, changed(&started, &next).max_ttft), (7, ttft(2)));
+        let unbounded = Limits { max_ttft: None, ..started };
+        assert_eq!(changed(&unbounded, &next).max_ttft, None);
+        for (flag, can) in [("max-inflight", true), ("max-queue", false), ("max-ttft-ms", false), ("lease-ms", false)] {
+            assert_eq!(can_change(flag, &unbounded, &next), can, "{flag}");
         }
     }
 
-    fn compare(&self) {
-        let now = match self.started.again() {
-            Ok(now) => now,
-            Err(error) => return tracing::error!(%error, "the configuration file would not start a router"),
-        };
-        for change in self.started.changes(&now) {
-            let (flag, running, file) = (change.flag, change.from, change.to);
-            tracing::warn!(flag, running, file, "the configuration file has changed: this takes a restart");
+    #[tokio::test]
+    async fn a_file_that_changes_changes_the_limits_and_a_wrong_one_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tandem.toml");
+        let write = |text: &str| std::fs::write(&path, text).unwrap();
+        write("[router]\nmax-queue = 7\n");
+        let started = resolved(&path);
+        let limits = Config::of(&started).unwrap().limits;
+        assert_eq!(limits.max_queue, 7);
+        let file = ConfigFile::new(fakes::router(limits.clone()), started, limits);
+        let max_queue = |file: &ConfigFile| file.service.max_queue();
+        for (text, expected) in [
+            ("[router]\nmax-queue = 9\nlease-ms = 1000\n", 9),
+            ("[router\n", 9),
+            ("[router]\nmax-queue = \"many\"\n", 9),
+            ("[router]\nmax-queue = 0\n", 7),
+            ("[router]\nmax-queue = 8\n", 8),
+        ] {
+            write(text);
+            file.read();
+            assert_eq!(max_queue(&file), expected, "{text}");
         }
+        std::fs::remove_file(&path).unwrap();
+        file.read();
+        assert_eq!(max_queue(&file), 8, "a file that is gone");
     }
 }

@@ -79,9 +79,16 @@ async fn routes_without_nodes() {
 #[tokio::test]
 async fn probes_have_routes_of_their_own() {
     let admin = tandem_router::http::admin(service_with(Keys::default()));
-    for (path, status) in [("/live", 200), ("/ready", 503), ("/health", 503), ("/metrics", 200), ("/v1/models", 404)] {
+    for (path, status) in [("/live", 200), ("/ready", 503), ("/metrics", 200), ("/v1/models", 404)] {
         assert_eq!(get(&admin, path).await.0, status, "{path}");
     }
+    let clients = tandem_router::http::router(service_with(Keys::default()).with_grpc_port(7));
+    for port in [&admin, &clients] {
+        for (path, status) in [("/health/live", 200), ("/health/ready", 503), ("/health", 503)] {
+            assert_eq!(get(port, path).await.0, status, "{path}");
+        }
+    }
+    assert_eq!(get(&clients, "/health/live").await.1, json!({"status": "ok", "grpc_port": 7}));
     assert_eq!(post(&admin, "/live", "").await.0, StatusCode::METHOD_NOT_ALLOWED);
 }
 
@@ -240,11 +247,12 @@ async fn without_a_pair_generation_is_unavailable_streamed_or_not() {
 async fn what_the_edge_refuses_is_counted_once() {
     let dir = tempfile::tempdir().expect("a directory");
     let file = dir.path().join("keys.json");
-    std::fs::write(&file, r#"{"keys": [{"name": "a", "key": "secret-secret-secret"}]}"#).expect("written");
-    let router = router_with(Keys::load(&file, clock::now()).expect("good keys"));
+    std::fs::write(&file, r#"{"keys": [{"name": "a", "key": "secret-secret-secret-secret"}]}"#).expect("written");
+    let service = service_with(Keys::load(&file, clock::now()).expect("good keys"));
+    let (router, admin) = (tandem_router::http::router(service.clone()), tandem_router::http::admin(service));
     let counted = async || {
         let request = Request::get("/metrics").body(Body::empty()).expect("request");
-        let body = router.clone().call(request).await.expect("infallible").into_body();
+        let body = admin.clone().call(request).await.expect("infallible").into_body();
         let text = String::from_utf8(to_bytes(body, 1 << 20).await.expect("body").to_vec()).expect("text");
         let of = |line: &str| {
             let (outcome, count) =
@@ -258,18 +266,23 @@ async fn what_the_edge_refuses_is_counted_once() {
     };
     for (key, timeout, body, counts) in [
         ("none", "1000", r#"{"prompt": "hi"}"#, "unauthenticated 1"),
-        ("secret-secret-secret", "1000", r#"{"prompt""#, "invalid_argument 1, unauthenticated 1"),
-        ("secret-secret-secret", "soon", r#"{"prompt": "hi"}"#, "invalid_argument 2, unauthenticated 1"),
-        ("secret-secret-secret", "1000", r#"{"prompt": "hi", "n": 129}"#, "invalid_argument 3, unauthenticated 1"),
+        ("secret-secret-secret-secret", "1000", r#"{"prompt""#, "invalid_argument 1, unauthenticated 1"),
+        ("secret-secret-secret-secret", "soon", r#"{"prompt": "hi"}"#, "invalid_argument 2, unauthenticated 1"),
         (
-            "secret-secret-secret",
+            "secret-secret-secret-secret",
+            "1000",
+            r#"{"prompt": "hi", "n": 129}"#,
+            "invalid_argument 3, unauthenticated 1",
+        ),
+        (
+            "secret-secret-secret-secret",
             "1000",
             r#"{"prompt": "hi", "model": "gpt"}"#,
             "invalid_argument 3, not_found 1, unauthenticated 1",
         ),
         // Refused by the flow, which counts it itself.
         (
-            "secret-secret-secret",
+            "secret-secret-secret-secret",
             "1000",
             r#"{"prompt": "hi"}"#,
             "invalid_argument 3, not_found 1, unauthenticated 1, unavailable 1",
@@ -445,22 +458,43 @@ async fn the_page_follows_who_comes_and_goes() {
 async fn what_the_page_shows_wants_a_key_where_there_are_keys() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("keys.json");
-    std::fs::write(&path, r#"{"keys": [{"name": "a", "key": "sk-a-secret"}]}"#).unwrap();
+    std::fs::write(&path, r#"{"keys": [{"name": "a", "key": "sk-a-0123456789abcdefgh"}]}"#).unwrap();
     let service = service_with(Keys::load(&path, clock::now()).unwrap());
     let jaeger = "http://jaeger.example:16686".parse().ok();
-    let (router, _stop) = with_page(service.with_jaeger_ui(jaeger));
+    let service = service.with_jaeger_ui(jaeger);
+    let page = tandem_router::http::page(Page::new(service.clone()), CancellationToken::new());
+    let router = tandem_router::http::admin(service).merge(page);
     for (path, key, status) in [
         ("/", None, 200),
         ("/page/page.js", None, 200),
         ("/page/events", None, 401),
-        ("/page/events", Some("Bearer sk-other"), 401),
-        ("/page/events", Some("Bearer sk-a-secret"), 200),
+        ("/page/events", Some("Bearer sk-other-0123456789abcdef"), 401),
+        ("/page/events", Some("Bearer sk-a-0123456789abcdefgh"), 200),
         ("/page/traces/last", None, 401),
-        ("/page/traces/last", Some("Bearer sk-a-secret"), 404),
+        ("/page/traces/last", Some("Bearer sk-a-0123456789abcdefgh"), 404),
         ("/page/nothing.js", None, 404),
     ] {
         let request = key.into_iter().fold(Request::get(path), |request, key| request.header("authorization", key));
         let response = router.clone().call(request.body(Body::empty()).unwrap()).await.unwrap();
         assert_eq!(response.status().as_u16(), status, "{path} {key:?}");
     }
+}
+
+#[tokio::test]
+async fn with_keys_the_clients_port_tells_nothing_of_the_cluster() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("keys.json");
+    std::fs::write(&path, r#"{"keys": [{"name": "a", "key": "sk-a-0123456789abcdefgh"}]}"#).unwrap();
+    let router = router_with(Keys::load(&path, clock::now()).unwrap());
+    for path in ["/", "/metrics", "/page/events", "/page/page.js", "/debug/cluster", "/debug/anything"] {
+        for key in [None, Some("Bearer sk-a-0123456789abcdefgh")] {
+            let request = key.into_iter().fold(Request::get(path), |request, key| request.header("authorization", key));
+            let (status, _, body) = send(&router, request.body(Body::empty()).unwrap()).await;
+            // Who has no key is not told what there is to debug.
+            let expected =
+                if key.is_none() && path.starts_with("/debug") { (401, "API key") } else { (404, "--admin") };
+            assert!(status == expected.0 && body.to_string().contains(expected.1), "{path}: {status} {body}");
+        }
+    }
+    assert_eq!(get(&router, "/health/live").await.0, StatusCode::OK);
 }

@@ -36,8 +36,8 @@ use target::{Seen, Target};
 
 /// Answers before the router's memory is taken for that of an idle one: more than the traces that it keeps.
 const SERVED_BEFORE: usize = 1_500;
-/// An attack goes on, again from its start, until the polite client had so many answers beside it: a p99 of a handful is
-/// the slowest of them.
+/// An attack goes on, again from its start, until the polite client had so many answers beside it: a p99 of a
+/// handful is the slowest of them.
 const ANSWERS: usize = 200;
 /// Times an idle router's memory: what is aimed at, and what fails.
 const AIM: f64 = 2.0;

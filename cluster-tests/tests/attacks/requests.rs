@@ -32,7 +32,7 @@ pub fn attacks() -> Vec<Attack> {
             ..attack("cancelled requests", |t| cancelled(t).boxed_local())
         },
         Attack {
-            seen: Seen::Router("outcome=\"deadline_exceeded\""),
+            seen: Seen::Router("=\"deadline"),
             ..attack("deadlines of 1 ms", |target| deadlines(target).boxed_local())
         },
     ]
@@ -235,6 +235,7 @@ async fn cancelled(target: &Target) -> anyhow::Result<String> {
     Ok(format!("{count} left; all blocks back after {:.1} s", took.as_secs_f64()))
 }
 
+/// Ended as late, or refused at once where the router foresees it.
 async fn deadlines(target: &Target) -> anyhow::Result<String> {
     let url = format!("{}{COMPLETIONS}", target.cluster.router.url("http"));
     let body = json!({"prompt": "x", "max_tokens": 1000, "ignore_eos": true}).to_string();

@@ -54,7 +54,7 @@ async fn keys_headers_and_tls_reach_a_router_that_wants_all_three() -> anyhow::R
     let dir = tempfile::tempdir()?;
     let files = certificates(dir.path())?;
     let keys = dir.path().join("keys.json");
-    std::fs::write(&keys, r#"{"keys": [{"name": "alice", "key": "sk-alice"}]}"#)?;
+    std::fs::write(&keys, r#"{"keys": [{"name": "alice", "key": "sk-alice-0123456789abcdef"}]}"#)?;
     let (model, keys) = (model()?.display().to_string(), keys.display().to_string());
     let router = [
         &words("--http 127.0.0.1:0 --grpc 127.0.0.1:0 --nodes 127.0.0.1:0 --model")[..],
@@ -71,7 +71,7 @@ async fn keys_headers_and_tls_reach_a_router_that_wants_all_three() -> anyhow::R
     let http = router.url("http");
     let secrets = ["--tls-ca", &files.ca, "--tls-cert", &files.client.0, "--tls-key", &files.client.1];
     let parent = format!("traceparent: 00-{TRACE}-b7ad6b7169203331-01");
-    let key = ["--api-key", "sk-alice", "--header", &parent];
+    let key = ["--api-key", "sk-alice-0123456789abcdef", "--header", &parent];
     let ask = |url: &str, flags: &[&str]| {
         let words = ["generate", "--url", url, "--max-tokens", "4", "--ignore-eos", "hi"];
         let words: Vec<String> = words.iter().chain(flags).map(|&word| word.to_owned()).collect();

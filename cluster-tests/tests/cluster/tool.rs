@@ -256,7 +256,7 @@ async fn a_cluster_with_api_keys_is_one_flag_away() -> anyhow::Result<()> {
     let _turn = TURN.lock().await;
     let dir = tempfile::tempdir()?;
     let keys = dir.path().join("keys.json");
-    std::fs::write(&keys, r#"{"keys": [{"name": "alice", "key": "sk-alice"}]}"#)?;
+    std::fs::write(&keys, r#"{"keys": [{"name": "alice", "key": "sk-alice-0123456789abcdef"}]}"#)?;
     let keys = keys.display().to_string();
     let mut tandem = up(dir.path(), &["--simulated", "--restart", "--api-keys", &keys]).await?;
     let tandem_ready = (tandem.url("http"), tandem.url("grpc"));
@@ -278,7 +278,7 @@ async fn a_cluster_with_api_keys_is_one_flag_away() -> anyhow::Result<()> {
     let (ok, _, errors) = said(&state, &["generate", "--max-tokens", "4", "Hello"]).await?;
     assert!(!ok && errors.contains("Unauthenticated"), "{errors}");
     for command in ["generate", "chat"] {
-        let words = [command, "--api-key", "sk-alice", "--max-tokens", "4", "Hello"];
+        let words = [command, "--api-key", "sk-alice-0123456789abcdef", "--max-tokens", "4", "Hello"];
         let (ok, _, errors) = said(&state, &words).await?;
         assert!(ok, "{errors}");
         let words = [command, "--api-key", "sk-\n", "Hello"];

@@ -12,9 +12,9 @@ use tokio::time::{Sleep, sleep};
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
 use crate::gathering::Gathering;
-use crate::node_tls::Caller;
 use crate::places::{Calls, Place};
 use crate::stream::Stream;
+use crate::who::Who;
 
 /// What every HTTP/2 connection begins with (RFC 9113, 3.4).
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -30,7 +30,7 @@ const LINGER: Duration = Duration::from_secs(10);
 pub(crate) struct Connection {
     stream: Stream,
     peer: TcpConnectInfo,
-    caller: Option<Caller>,
+    who: Who,
     greeting: Option<Greeting>,
     gathering: Option<Gathering>,
     lingers: Lingers,
@@ -42,8 +42,7 @@ pub(crate) struct Connection {
 #[derive(Clone)]
 pub(crate) struct Peer {
     pub address: TcpConnectInfo,
-    /// Within TLS of the cluster.
-    pub caller: Option<Caller>,
+    pub who: Who,
     pub calls: Calls,
 }
 
@@ -101,7 +100,7 @@ impl Connection {
         Self {
             stream,
             peer,
-            caller: None,
+            who: Who::Anybody,
             greeting: None,
             gathering: None,
             lingers: Lingers::Never,
@@ -110,9 +109,14 @@ impl Connection {
         }
     }
 
-    /// The same, whose caller is noted there.
-    pub(crate) fn called_by(self, caller: Option<Caller>) -> Self {
-        Self { caller, ..self }
+    /// The same, whose other end is noted there.
+    pub(crate) fn called_by(self, who: Who) -> Self {
+        Self { who, ..self }
+    }
+
+    /// For those who see its requests.
+    pub(crate) fn who(&self) -> Who {
+        self.who.clone()
     }
 
     /// For those who see its requests.
@@ -240,6 +244,6 @@ impl Connected for Connection {
     type ConnectInfo = Peer;
 
     fn connect_info(&self) -> Peer {
-        Peer { address: self.peer.clone(), caller: self.caller.clone(), calls: self.calls() }
+        Peer { address: self.peer.clone(), who: self.who(), calls: self.calls() }
     }
 }

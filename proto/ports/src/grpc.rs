@@ -91,11 +91,11 @@ where
 
     fn call(&mut self, mut request: Request<Body>) -> Self::Future {
         let peer = request.extensions_mut().remove::<Peer>();
-        let exchange = peer.and_then(|Peer { address, caller, calls }| {
+        let exchange = peer.and_then(|Peer { address, who, calls }| {
             // What tonic's `remote_addr` looks for.
             request.extensions_mut().insert(address);
             // What a guard looks for.
-            caller.map(|caller| request.extensions_mut().insert(caller));
+            who.enter(request.extensions_mut());
             (!request.uri().path().starts_with(PUBLIC)).then(|| Exchange::new(calls))
         });
         let Some(exchange) = exchange else { return Box::pin(self.0.call(request)) };

@@ -40,9 +40,12 @@ pub async fn serve_http(port: Port, app: axum::Router, stop: CancellationToken) 
             connection = port.accept(&["h2", "http/1.1"]) => connection.of_either_within(silence),
             () = stop.cancelled() => break,
         };
-        let (calls, app) = (connection.calls(), app.clone());
+        let (calls, who, app) = (connection.calls(), connection.who(), app.clone());
         let ended = calls.clone();
-        let service = service_fn(move |request| answer(app.clone(), &calls, request));
+        let service = service_fn(move |mut request: Request<Incoming>| {
+            who.enter(request.extensions_mut());
+            answer(app.clone(), &calls, request)
+        });
         let serving = connections.watch(http.serve_connection(TokioIo::new(connection), service).into_owned());
         tokio::spawn(async move {
             if let Err(error) = serving.await {

@@ -4,12 +4,15 @@
 //! - [`Port`]: a listener within its limits. [`Places`]: who of its connections goes when there are too many.
 //! - [`serve_http`]: HTTP/1.1 and HTTP/2 on a port. [`serve_grpc`]: gRPC on one.
 //! - [`JoinToken`], [`JoinGuard`]: the secret of a cluster's own processes, and who asks for it.
-//! - [`Tls`]: certificates of a port for clients; a handshake is part of a connection's first bytes.
+//! - [`Tls`]: certificates of a port for clients; a handshake is part of a connection's first bytes. [`ClientName`]:
+//!   whom a client's own certificate is for.
 //! - [`NodeTls`]: certificates among the cluster's own processes, who know each other by [`PeerName`].
 #![forbid(unsafe_code)]
 
+mod client_name;
 mod connection;
 mod expiry;
+mod followed;
 mod gathering;
 mod grpc;
 mod held;
@@ -23,6 +26,7 @@ mod refusals;
 mod stream;
 mod tls;
 mod verify;
+mod who;
 
 use std::io;
 use std::time::Duration;
@@ -31,6 +35,8 @@ use futures::stream::unfold;
 use tokio::net::{TcpListener, TcpStream};
 use tonic::transport::server::Connected;
 
+use crate::client_name::Client;
+pub use crate::client_name::ClientName;
 use crate::connection::Connection;
 pub use crate::grpc::{CLIENT_STREAMS, KeepAlive, NODE_STREAMS, serve_grpc};
 pub use crate::http::serve_http;
@@ -42,6 +48,7 @@ pub use crate::peer_name::{PeerName, PeerRole, Wanted};
 pub use crate::places::{Occupancy, Places};
 use crate::stream::Stream;
 pub use crate::tls::{Tls, TlsError, TlsFiles};
+use crate::who::Who;
 
 /// Wait after an `accept` that failed for a reason of ours, such as no descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -89,6 +96,16 @@ enum Within {
 }
 
 impl Within {
+    /// A connection's other end, of which the handshake will tell.
+    fn who(&self) -> Who {
+        match self {
+            Self::Nothing => Who::Anybody,
+            Self::Tls(tls) if tls.asks_clients() => Who::Client(Client::default()),
+            Self::Tls(_) => Who::Anybody,
+            Self::ClusterTls(_) => Who::Process(Caller::default()),
+        }
+    }
+
     /// The Unix second at which the port's certificate ends, if it has one.
     fn not_after(&self) -> Option<u64> {
         match self {
@@ -150,19 +167,16 @@ impl Port {
                 tracing::debug!(%error, "socket options");
             }
             let peer = stream.connect_info();
-            let (stream, caller) = self.secure(stream, protocols);
-            return Connection::new(stream, peer, place).called_by(caller);
+            let who = self.within.who();
+            return Connection::new(self.secure(stream, protocols, &who), peer, place).called_by(who);
         }
     }
 
-    fn secure(&self, stream: TcpStream, protocols: &[&str]) -> (Stream, Option<Caller>) {
+    fn secure(&self, stream: TcpStream, protocols: &[&str], who: &Who) -> Stream {
         match &self.within {
-            Within::Nothing => (Stream::Plain(stream), None),
-            Within::Tls(tls) => (Stream::secured(stream, tls.speaking(protocols)), None),
-            Within::ClusterTls(tls) => {
-                let caller = Caller::default();
-                (Stream::of_cluster(stream, tls.clone(), caller.clone()), Some(caller))
-            }
+            Within::Nothing => Stream::Plain(stream),
+            Within::Tls(tls) => Stream::secured(stream, tls.speaking(protocols), who.clone()),
+            Within::ClusterTls(tls) => Stream::of_cluster(stream, tls.clone(), who.clone()),
         }
     }
 }

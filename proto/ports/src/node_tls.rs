@@ -5,8 +5,7 @@
 //! that come later.
 use std::fmt;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
-use std::time::Duration;
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 use axum::http::Uri;
 use hyper_util::rt::TokioIo;
@@ -23,7 +22,8 @@ use tokio_rustls::rustls::version::TLS13;
 use tokio_rustls::rustls::{self, ClientConfig, RootCertStore, ServerConfig};
 
 use crate::expiry::not_after;
-use crate::node_tls_files::{NodeTlsFiles, Seen};
+use crate::followed::{Followed, at_intervals};
+use crate::node_tls_files::NodeTlsFiles;
 use crate::peer_name::{FORM, PeerName, PeerRole, Policy, Wanted};
 use crate::refusals::Refusals;
 use crate::tls::{self, TlsError};
@@ -31,8 +31,8 @@ use crate::verify::{PeerVerifier, describe, described, name, of_certificate};
 
 /// What all connections speak: gRPC.
 const PROTOCOL: &[u8] = b"h2";
-/// Between two looks at the files.
-const LOOK_INTERVAL: Duration = Duration::from_secs(5);
+/// What these are, in the log.
+const CERTIFICATES: &str = "certificates among router and nodes";
 
 /// A process's certificate among those of its cluster. Clones are one: what is read again is for all of them.
 #[derive(Clone)]
@@ -44,7 +44,7 @@ struct Shared {
     files: NodeTlsFiles,
     role: PeerRole,
     current: RwLock<Arc<Current>>,
-    seen: Mutex<Seen>,
+    followed: Followed,
     refusals: Refusals,
 }
 
@@ -72,10 +72,10 @@ impl NodeTls {
     /// [`TlsError`]: a file is missing or holds something else; the certificate has another key, is not signed by one
     /// of the authorities, is not valid now, or is another role's.
     pub fn read(files: &NodeTlsFiles, role: PeerRole) -> Result<Self, TlsError> {
-        let seen = Mutex::new(Seen::of(files));
+        let followed = Followed::new(CERTIFICATES, files.paths());
         let current = RwLock::new(Arc::new(Current::read(files, role)?));
         let (files, refusals) = (files.clone(), Refusals::default());
-        Ok(Self { shared: Arc::new(Shared { files, role, current, seen, refusals }) })
+        Ok(Self { shared: Arc::new(Shared { files, role, current, followed, refusals }) })
     }
 
     /// The node that the certificate is for, if it is for one.
@@ -107,37 +107,17 @@ impl NodeTls {
 
     /// Reads the files again, as SIGHUP asks for, and logs how that went.
     pub fn read_again(&self) {
-        self.seen().look(&self.shared.files);
-        self.log("at SIGHUP", self.reload());
+        self.shared.followed.read_again(|| self.reload());
     }
 
     /// The same, if one of the files is another one than when they were looked at last, or could not be used then.
     pub fn read_changed(&self) {
-        if self.seen().look(&self.shared.files) {
-            self.log("changed files", self.reload());
-        }
+        self.shared.followed.read_changed(|| self.reload());
     }
 
     /// Looks at the files from time to time, and reads those that changed. Ends never.
     pub async fn follow_files(self) {
-        let mut ticks = tokio::time::interval(LOOK_INTERVAL);
-        loop {
-            ticks.tick().await;
-            let tls = self.clone();
-            // Files may lie on slow disks, and a panic there is in the log.
-            let _ = tokio::task::spawn_blocking(move || tls.read_changed()).await;
-        }
-    }
-
-    fn log(&self, why: &str, read: Result<(), TlsError>) {
-        let error = read.err().map(|error| error.to_string());
-        // Files that stay wrong are in the log once.
-        if self.seen().is_news(error.as_deref()) {
-            match error {
-                None => tracing::info!("certificates among router and nodes read again ({why}), for new connections"),
-                Some(error) => tracing::error!(error, "the old certificates among router and nodes stay"),
-            }
-        }
+        at_intervals(move || self.read_changed()).await;
     }
 
     /// Makes a connection to whom is wanted, within TLS over `stream`. Nothing is said to another one.
@@ -198,10 +178,6 @@ impl NodeTls {
 
     fn current(&self) -> Arc<Current> {
         self.shared.current.read().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    fn seen(&self) -> MutexGuard<'_, Seen> {
-        self.shared.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -3,6 +3,8 @@
 //! holder to a role and, where it has a node id, to that node. Pure: who asks is [`crate::node_tls`].
 use std::fmt;
 
+/// What a SPIFFE ID begins with.
+const SCHEME: &str = "spiffe://";
 /// Bytes of a SPIFFE ID, and of a trust domain in it, at most (SPIFFE ID, 2.3).
 const MAX_ID_BYTES: usize = 2048;
 const MAX_DOMAIN_BYTES: usize = 255;
@@ -55,22 +57,9 @@ impl PeerName {
     /// # Errors
     /// It begins as such a name and is none, or does not stand alone.
     pub fn among<'a>(uris: impl Iterator<Item = &'a str>) -> Result<Option<Self>, String> {
-        let (mut found, mut others) = (None, 0_usize);
-        for uri in uris {
-            match uri.strip_prefix("spiffe://") {
-                Some(id) if found.is_none() => found = Some((uri, id)),
-                _ => others += 1,
-            }
-        }
-        let Some((uri, id)) = found else { return Ok(None) };
-        if others > 0 {
-            return Err("a certificate with a SPIFFE ID has no other URI".to_owned());
-        }
+        let Some(uri) = spiffe_id(uris)? else { return Ok(None) };
         let whole = || format!("`{}` is not of the form {FORM}", uri.escape_debug());
-        if uri.len() > MAX_ID_BYTES {
-            return Err(format!("a SPIFFE ID has {MAX_ID_BYTES} bytes at most"));
-        }
-        let (trust_domain, path) = id.split_once('/').ok_or_else(whole)?;
+        let (trust_domain, path) = uri[SCHEME.len()..].split_once('/').ok_or_else(whole)?;
         match path.split_once('/') {
             Some(("tandem", rest)) => Self::of(trust_domain, rest).map(Some).ok_or_else(whole),
             None if path == "tandem" => Err(whole()),
@@ -89,6 +78,25 @@ impl PeerName {
             None => None,
         };
         is_domain(trust_domain).then(|| Self { trust_domain: trust_domain.to_owned(), role, node_id })
+    }
+}
+
+/// The SPIFFE ID among a certificate's URIs, if there is one.
+///
+/// # Errors
+/// It does not stand alone, or is too long.
+pub(crate) fn spiffe_id<'a>(uris: impl Iterator<Item = &'a str>) -> Result<Option<&'a str>, String> {
+    let (mut found, mut others) = (None, 0_usize);
+    for uri in uris {
+        match uri.starts_with(SCHEME) {
+            true if found.is_none() => found = Some(uri),
+            _ => others += 1,
+        }
+    }
+    match found {
+        Some(_) if others > 0 => Err("a certificate with a SPIFFE ID has no other URI".to_owned()),
+        Some(uri) if uri.len() > MAX_ID_BYTES => Err(format!("a SPIFFE ID has {MAX_ID_BYTES} bytes at most")),
+        found => Ok(found),
     }
 }
 

@@ -13,7 +13,8 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::ServerConfig;
 use tokio_rustls::server::{FallibleAccept, TlsStream};
 
-use crate::node_tls::{Caller, NodeTls};
+use crate::node_tls::NodeTls;
+use crate::who::Who;
 
 /// How long a caller may take to read why it was refused. Closing a socket with unread bytes resets the connection,
 /// and with TLS 1.3 a caller is in the middle of its request by then.
@@ -30,8 +31,10 @@ pub(crate) enum Stream {
 /// A handshake under way.
 pub(crate) struct Handshake {
     accept: FallibleAccept<TcpStream>,
-    /// Among the cluster's own: who asks for the caller's name, and where it is noted.
-    cluster: Option<(NodeTls, Caller)>,
+    /// Where the name of the other end is noted.
+    who: Who,
+    /// Among the cluster's own: who counts those that are refused.
+    cluster: Option<NodeTls>,
 }
 
 /// A caller whose handshake failed; `late` at the latest it has read why.
@@ -42,19 +45,19 @@ pub(crate) struct Refused {
 }
 
 impl Stream {
-    /// Within TLS.
-    pub fn secured(stream: TcpStream, config: Arc<ServerConfig>) -> Self {
-        Self::handshake(stream, config, None)
+    /// Within TLS; the client's name is noted when it is known.
+    pub fn secured(stream: TcpStream, config: Arc<ServerConfig>, who: Who) -> Self {
+        Self::handshake(stream, config, who, None)
     }
 
     /// Within TLS of the cluster; the caller's name is noted when it is known.
-    pub fn of_cluster(stream: TcpStream, tls: NodeTls, caller: Caller) -> Self {
-        Self::handshake(stream, tls.server(), Some((tls, caller)))
+    pub fn of_cluster(stream: TcpStream, tls: NodeTls, who: Who) -> Self {
+        Self::handshake(stream, tls.server(), who, Some(tls))
     }
 
-    fn handshake(stream: TcpStream, config: Arc<ServerConfig>, cluster: Option<(NodeTls, Caller)>) -> Self {
+    fn handshake(stream: TcpStream, config: Arc<ServerConfig>, who: Who, cluster: Option<NodeTls>) -> Self {
         let accept = TlsAcceptor::from(config).accept(stream).into_fallible();
-        Self::Handshake(Box::new(Handshake { accept, cluster }))
+        Self::Handshake(Box::new(Handshake { accept, who, cluster }))
     }
 
     /// Ready when bytes of the application can be exchanged.
@@ -74,13 +77,11 @@ impl Handshake {
         let accepted = ready!(Pin::new(&mut self.accept).poll(cx));
         Poll::Ready(match accepted {
             Ok(stream) => {
-                if let Some((_, caller)) = &self.cluster {
-                    caller.is_of(stream.get_ref().1.peer_certificates());
-                }
+                self.who.is_of(stream.get_ref().1.peer_certificates());
                 Stream::Tls(Box::new(stream))
             }
             Err((error, stream)) => {
-                let told = self.cluster.as_ref().is_some_and(|(tls, _)| tls.handshake_failed(&stream, &error));
+                let told = self.cluster.as_ref().is_some_and(|tls| tls.handshake_failed(&stream, &error));
                 let late = told.then(|| Box::pin(sleep(LAST_WORD)));
                 Stream::Refused(Box::new(Refused { stream, late, error: Some(error) }))
             }

@@ -1,5 +1,5 @@
 //! TLS of a port for clients: its certificate, its key, and whose certificates clients must show. rustls over ring, TLS
-//! 1.2 and 1.3. The files can be read again ([`Tls::reload`]): what they hold then is for connections that come later.
+//! 1.2 and 1.3. The files are read again when they change: what they hold then is for connections that come later.
 //! Among the cluster's own processes it is `node_tls.rs`.
 use std::fmt;
 use std::io;
@@ -14,6 +14,7 @@ use tokio_rustls::rustls::server::danger::ClientCertVerifier;
 use tokio_rustls::rustls::{self, RootCertStore, ServerConfig};
 
 use crate::expiry::not_after;
+use crate::followed::{Followed, at_intervals};
 
 /// Bytes of a PEM file at most.
 const MAX_PEM_BYTES: u64 = 1 << 20;
@@ -27,6 +28,12 @@ pub struct TlsFiles {
     pub key: PathBuf,
     /// Clients must show a certificate that one of these signed (mTLS); `None`: anybody may connect.
     pub client_ca: Option<PathBuf>,
+}
+
+impl TlsFiles {
+    fn paths(&self) -> Vec<PathBuf> {
+        [&self.cert, &self.key].into_iter().chain(&self.client_ca).cloned().collect()
+    }
 }
 
 /// Why a port cannot have TLS. Each names the file.
@@ -71,8 +78,13 @@ pub enum TlsError {
 /// What every connection of a port is secured with. Clones are one: what is read again is for all of them.
 #[derive(Clone)]
 pub struct Tls {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
     files: TlsFiles,
-    current: Arc<RwLock<Current>>,
+    current: RwLock<Current>,
+    followed: Followed,
 }
 
 /// What the files held when they were read last.
@@ -94,7 +106,9 @@ impl Tls {
     /// # Errors
     /// [`TlsError`]: a file is missing or holds something else, or the key is another certificate's.
     pub fn read(files: &TlsFiles) -> Result<Self, TlsError> {
-        Ok(Self { files: files.clone(), current: Arc::new(RwLock::new(Current::read(files)?)) })
+        let followed = Followed::new("certificates", files.paths());
+        let current = RwLock::new(Current::read(files)?);
+        Ok(Self { shared: Arc::new(Shared { files: files.clone(), current, followed }) })
     }
 
     /// Reads the files again, for connections that come from now on. Sessions of earlier ones are not resumed.
@@ -102,20 +116,40 @@ impl Tls {
     /// # Errors
     /// As [`Self::read`]; what was read before stays.
     pub fn reload(&self) -> Result<(), TlsError> {
-        let next = Current::read(&self.files)?;
-        *self.current.write().unwrap_or_else(PoisonError::into_inner) = next;
+        let next = Current::read(&self.shared.files)?;
+        *self.shared.current.write().unwrap_or_else(PoisonError::into_inner) = next;
         Ok(())
+    }
+
+    /// Reads the files again, as SIGHUP asks for, and logs how that went.
+    pub fn read_again(&self) {
+        self.shared.followed.read_again(|| self.reload());
+    }
+
+    /// The same, if one of the files is another one than when they were looked at last, or could not be used then.
+    pub fn read_changed(&self) {
+        self.shared.followed.read_changed(|| self.reload());
+    }
+
+    /// Looks at the files from time to time, and reads those that changed. Ends never.
+    pub async fn follow_files(self) {
+        at_intervals(move || self.read_changed()).await;
     }
 
     /// The Unix second at which its certificate ends, or one of the authorities' behind it.
     pub(crate) fn not_after(&self) -> Option<u64> {
-        self.current.read().unwrap_or_else(PoisonError::into_inner).not_after
+        self.shared.current.read().unwrap_or_else(PoisonError::into_inner).not_after
+    }
+
+    /// Whether clients have certificates.
+    pub(crate) fn asks_clients(&self) -> bool {
+        self.shared.files.client_ca.is_some()
     }
 
     /// For a connection that speaks one of `protocols` (`h2`, `http/1.1`), the first that the client knows. A copy
     /// costs some counters, a handshake a thousand times that.
     pub(crate) fn speaking(&self, protocols: &[&str]) -> Arc<ServerConfig> {
-        let mut config = self.current.read().unwrap_or_else(PoisonError::into_inner).config.clone();
+        let mut config = self.shared.current.read().unwrap_or_else(PoisonError::into_inner).config.clone();
         config.alpn_protocols = protocols.iter().map(|protocol| protocol.as_bytes().to_vec()).collect();
         Arc::new(config)
     }

@@ -6,9 +6,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use axum::Extension;
 use axum::routing::get;
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair};
-use tandem_ports::{CLIENT_STREAMS, KeepAlive, Limits, Port, Tls, TlsFiles, serve_grpc, serve_http};
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair, SanType,
+};
+use tandem_ports::{CLIENT_STREAMS, ClientName, KeepAlive, Limits, Port, Tls, TlsFiles, serve_grpc, serve_http};
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -41,8 +44,18 @@ impl Authority {
 
     /// `<name>.pem` and `<name>.key`.
     fn sign(&self, name: &str, purpose: ExtendedKeyUsagePurpose) -> (PathBuf, PathBuf) {
+        self.sign_with(name, purpose, |_| {})
+    }
+
+    fn sign_with(
+        &self,
+        name: &str,
+        purpose: ExtendedKeyUsagePurpose,
+        more: impl FnOnce(&mut CertificateParams),
+    ) -> (PathBuf, PathBuf) {
         let mut params = CertificateParams::new(vec!["localhost".to_owned()]).expect("a name");
         params.extended_key_usages = vec![purpose];
+        more(&mut params);
         let key = KeyPair::generate().expect("key");
         let cert = params.signed_by(&key, &*self.issuer).expect("signed");
         let (cert_path, key_path) = (self.path(&format!("{name}.pem")), self.path(&format!("{name}.key")));
@@ -138,6 +151,32 @@ async fn mutual_tls_lets_in_whom_its_authority_signed() {
 }
 
 #[tokio::test]
+async fn a_request_carries_the_names_of_its_client_s_certificate() {
+    let ours = Authority::new();
+    let id = "spiffe://example.org/team/a";
+    let named = ours.sign_with("client", ExtendedKeyUsagePurpose::ClientAuth, |params| {
+        params.subject_alt_names.push(SanType::URI(id.try_into().expect("a URI")));
+        params.distinguished_name.push(DnType::CommonName, "team a");
+    });
+    for (client_ca, identity, expected) in [
+        (Some(ours.path("ca.pem")), Some(named.clone()), format!("{id}, team a")),
+        (None, Some(named), "nobody".to_owned()),
+    ] {
+        let tls = Tls::read(&ours.server(client_ca)).expect("good files");
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("bind");
+        let address = listener.local_addr().expect("bound");
+        let port = Port::new(listener, Limits { connections: 2, silence: SILENCE }).secured(Some(tls));
+        let told = |client: Option<Extension<ClientName>>| async move {
+            let told = client.map(|Extension(client)| [client.spiffe_id, client.common_name].map(Option::unwrap));
+            told.map_or_else(|| "nobody".to_owned(), |names| names.join(", "))
+        };
+        tokio::spawn(serve_http(port, axum::Router::new().route("/", get(told)), CancellationToken::new()));
+        let answer = ask(address, &ours.client(identity, "http/1.1")).await.expect("answer");
+        assert!(answer.ends_with(&format!("\r\n\r\n{expected}")), "{answer}");
+    }
+}
+
+#[tokio::test]
 async fn files_are_read_again_for_connections_that_come_later() {
     let (first, second) = (Authority::new(), Authority::new());
     let (cert, key) = first.sign("server", ExtendedKeyUsagePurpose::ServerAuth);
@@ -155,8 +194,11 @@ async fn files_are_read_again_for_connections_that_come_later() {
     assert!(tls.reload().expect_err("a pair that is none").to_string().contains("do not belong together"));
     assert!(ask(address, &of_first).await.expect("answer").ends_with("well"));
 
+    tls.read_changed();
+    assert!(ask(address, &of_first).await.expect("answer").ends_with("well"));
+
     fs::copy(&next_key, &key).expect("replaced");
-    tls.reload().expect("a pair");
+    tls.read_changed();
     assert!(ask(address, &of_second).await.expect("answer").ends_with("well"));
     assert!(ask(address, &of_first).await.is_err(), "the first certificate is still shown");
     open.write_all(b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").await.expect("sent");

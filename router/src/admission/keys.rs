@@ -1,25 +1,28 @@
-//! API keys: the file that holds them, and which tenant a request's key makes it. A file of keys or their SHA-256, read
-//! at the start and again at every SIGHUP; a file that is wrong then changes nothing. Keys are kept and compared as
-//! digests, each comparison over all keys and all bytes, so that time says nothing about them.
+//! API keys: which tenant a request's key makes it, or the certificate of its connection. They are read ([`KeySource`])
+//! at the start and again at every SIGHUP; what is wrong then changes nothing. Keys are kept and compared as digests,
+//! each comparison over all keys and all bytes, so that time says nothing about them.
+mod source;
+
 use std::collections::BTreeSet;
 use std::num::NonZeroU32;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Instant;
 
-use serde::Deserialize;
 use sha2::{Digest, Sha256};
+use tandem_ports::ClientName;
 use tandem_proto::{Error, ErrorKind, MAX_PRIORITY};
 
+pub use self::source::KeySource;
+use self::source::{Entry, SPIFFE, check_certificate, check_key};
 use super::limiter::Rates;
 use super::tenant::{MAX_WEIGHT, Tenant, Terms, check_name};
+use crate::caller::Credentials;
 
-/// Keys in one file at most: each request is compared with all of them.
+/// Keys at most: each request is compared with all of them.
 pub const MAX_KEYS: usize = 1024;
-/// Bytes of the file at most.
-const MAX_FILE_BYTES: u64 = 1 << 20;
-/// Characters of a key.
-const KEY_CHARACTERS: std::ops::RangeInclusive<usize> = 8..=256;
+/// Characters of a key. Of base64, the fewest have 128 bits.
+const KEY_CHARACTERS: std::ops::RangeInclusive<usize> = 22..=256;
 
 /// Handle to the keys.
 #[derive(Clone, Debug, Default)]
@@ -27,47 +30,40 @@ pub struct Keys(Option<Arc<Ring>>);
 
 #[derive(Debug)]
 struct Ring {
-    path: PathBuf,
-    /// Routers that share the rates.
-    replicas: NonZeroU32,
+    source: KeySource,
+    rules: Rules,
     keys: RwLock<Arc<Vec<Key>>>,
 }
 
+/// What a router makes of its keys.
+#[derive(Clone, Copy, Debug)]
+pub struct Rules {
+    /// Routers among which requests are spread: each allows that part of a key's rates.
+    pub replicas: NonZeroU32,
+    /// Clients show certificates, so that tenants may be known by them.
+    pub client_certificates: bool,
+}
+
+impl Default for Rules {
+    fn default() -> Self {
+        Self { replicas: NonZeroU32::MIN, client_certificates: false }
+    }
+}
+
+/// By what a tenant is known: one of them at least.
 #[derive(Clone, Debug)]
 struct Key {
-    digest: [u8; 32],
+    digest: Option<[u8; 32]>,
+    certificate: Option<String>,
     tenant: Tenant,
 }
 
-/// The file could not be used; says which file, and what is wrong where.
+/// They could not be used; says whence they are, and what is wrong where.
 #[derive(Debug, thiserror::Error)]
-#[error("API keys in {}: {why}", .path.display())]
+#[error("API keys in {source_name}: {why}")]
 pub struct KeysError {
-    path: PathBuf,
+    source_name: String,
     why: String,
-}
-
-/// The file.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct File {
-    keys: Vec<Entry>,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Entry {
-    name: String,
-    key: Option<String>,
-    sha256: Option<String>,
-    #[serde(default = "one")]
-    weight: u32,
-    requests_per_minute: Option<u32>,
-    tokens_per_minute: Option<u32>,
-    #[serde(default = "most_urgent")]
-    min_priority: i32,
-    #[serde(default)]
-    share_prefix_cache: bool,
 }
 
 impl Entry {
@@ -79,42 +75,32 @@ impl Entry {
     }
 }
 
-fn one() -> u32 {
-    1
-}
-
-fn most_urgent() -> i32 {
-    -MAX_PRIORITY
-}
-
 impl Keys {
-    /// Reads the file, for the only router. Each tenant's buckets are full at `now`.
+    /// Reads the file or directory, for the only router. Each tenant's buckets are full at `now`.
     ///
     /// # Errors
     /// It cannot be read, is not the JSON that it should be, or holds no keys or ones that make no sense.
     pub fn load(path: &Path, now: Instant) -> Result<Self, KeysError> {
-        Self::load_share(path, NonZeroU32::MIN, now)
+        Self::load_by(&KeySource::Path(path.to_owned()), Rules::default(), now)
     }
 
-    /// As [`Self::load`], for one of so many routers among which requests are spread: each allows that part of a key's
-    /// rates.
+    /// As [`Self::load`], from anywhere and by these rules.
     ///
     /// # Errors
-    /// As there.
-    pub fn load_share(path: &Path, replicas: NonZeroU32, now: Instant) -> Result<Self, KeysError> {
-        let keys = read(path, replicas, now).map_err(|why| KeysError { path: path.to_owned(), why })?;
-        Ok(Self(Some(Arc::new(Ring { path: path.to_owned(), replicas, keys: RwLock::new(Arc::new(keys)) }))))
+    /// As there, or a certificate is named that no client shows.
+    pub fn load_by(source: &KeySource, rules: Rules, now: Instant) -> Result<Self, KeysError> {
+        let keys = RwLock::new(Arc::new(read(source, rules, now)?));
+        Ok(Self(Some(Arc::new(Ring { source: source.clone(), rules, keys }))))
     }
 
-    /// Reads the file again. Tenants whose terms have not changed keep what is left of their rates. Says how many keys
+    /// Reads them again. Tenants whose terms have not changed keep what is left of their rates. Says how many keys
     /// there are.
     ///
     /// # Errors
     /// As [`Self::load`]; the old keys stay.
     pub fn reload(&self, now: Instant) -> Result<usize, KeysError> {
         let Some(ring) = &self.0 else { return Ok(0) };
-        let mut keys =
-            read(&ring.path, ring.replicas, now).map_err(|why| KeysError { path: ring.path.clone(), why })?;
+        let mut keys = read(&ring.source, ring.rules, now)?;
         let mut current = ring.keys.write().unwrap_or_else(PoisonError::into_inner);
         for key in &mut keys {
             let same = |old: &&Key| old.tenant.name() == key.tenant.name() && old.tenant.terms() == key.tenant.terms();
@@ -137,27 +123,42 @@ impl Keys {
         keys.iter().flat_map(|keys| keys.iter()).map(|key| Arc::clone(key.tenant.name())).collect()
     }
 
-    /// Whose request it is, by its `authorization` header or metadata, or, where no keys are asked for, by the name
-    /// that it gives itself.
+    /// Whose request it is, by its `authorization` header or metadata; without one, by its connection's certificate;
+    /// or, where no keys are asked for, by the name that it gives itself.
     ///
     /// # Errors
     /// `Unauthenticated` for a key that is missing or unknown, `InvalidArgument` for a name that is none.
-    pub fn tenant(&self, authorization: Option<&str>, name: Option<&str>) -> Result<Tenant, Error> {
+    pub fn tenant<'a>(&self, shown: impl Into<Credentials<'a>>, name: Option<&str>) -> Result<Tenant, Error> {
         let Some(ring) = &self.0 else {
             return name.map_or_else(|| Ok(Tenant::default()), Tenant::named);
         };
-        let missing =
-            || Error::new(ErrorKind::Unauthenticated, "an API key is needed: send `Authorization: Bearer KEY`");
-        let (scheme, key) = authorization.and_then(|value| value.split_once(' ')).ok_or_else(missing)?;
-        if !scheme.eq_ignore_ascii_case("bearer") || key.trim().is_empty() {
-            return Err(missing());
-        }
         let keys = Arc::clone(&ring.keys.read().unwrap_or_else(PoisonError::into_inner));
-        let digest: [u8; 32] = Sha256::digest(key.trim()).into();
-        let found = keys.iter().fold(None, |found, key| if same(&key.digest, &digest) { Some(key) } else { found });
-        let unknown = || Error::new(ErrorKind::Unauthenticated, "this API key is not known here");
-        found.map(|key| key.tenant.clone()).ok_or_else(unknown)
+        let Credentials { authorization, certificate } = shown.into();
+        let found = match (authorization, certificate) {
+            (None, Some(certificate)) => of_certificate(&keys, certificate),
+            (authorization, _) => of_header(&keys, authorization),
+        };
+        let found = found.map_err(|why| Error::new(ErrorKind::Unauthenticated, why))?;
+        Ok(found.tenant.clone())
     }
+}
+
+fn of_header<'a>(keys: &'a [Key], authorization: Option<&str>) -> Result<&'a Key, &'static str> {
+    let bearer = authorization.and_then(|value| value.split_once(' '));
+    let key = bearer.filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer")).map(|(_, key)| key.trim());
+    let key = key.filter(|key| !key.is_empty()).ok_or("an API key is needed: send `Authorization: Bearer KEY`")?;
+    let digest: [u8; 32] = Sha256::digest(key).into();
+    let is_it = |key: &Key| key.digest.is_some_and(|of_key| same(&of_key, &digest));
+    let found = keys.iter().fold(None, |found, key| if is_it(key) { Some(key) } else { found });
+    found.ok_or("this API key is not known here")
+}
+
+/// A certificate is no secret. Its SPIFFE ID goes before its common name, and neither is taken for the other.
+fn of_certificate<'a>(keys: &'a [Key], names: &ClientName) -> Result<&'a Key, &'static str> {
+    let common_name = names.common_name.as_deref().filter(|name| !name.starts_with(SPIFFE));
+    let of = |name: &str| keys.iter().find(|key| key.certificate.as_deref() == Some(name));
+    let found = names.spiffe_id.as_deref().into_iter().chain(common_name).find_map(of);
+    found.ok_or("an API key is needed: this certificate is no tenant's; send `Authorization: Bearer KEY`")
 }
 
 /// In a time that does not depend on the bytes.
@@ -165,30 +166,32 @@ fn same(a: &[u8; 32], b: &[u8; 32]) -> bool {
     std::hint::black_box(a.iter().zip(b).fold(0, |differing, (a, b)| differing | (a ^ b))) == 0
 }
 
-fn read(path: &Path, replicas: NonZeroU32, now: Instant) -> Result<Vec<Key>, String> {
-    let size = std::fs::metadata(path).map_err(|error| error.to_string())?.len();
-    if size > MAX_FILE_BYTES {
-        return Err(format!("{size} bytes; {MAX_FILE_BYTES} at most"));
-    }
-    let text = std::fs::read_to_string(path).map_err(|error| error.to_string())?;
-    parse(&text, replicas, now)
+fn read(source: &KeySource, rules: Rules, now: Instant) -> Result<Vec<Key>, KeysError> {
+    let keys = source.read().and_then(|entries| checked(entries, rules, now));
+    keys.map_err(|why| KeysError { source_name: source.to_string(), why })
 }
 
-fn parse(text: &str, replicas: NonZeroU32, now: Instant) -> Result<Vec<Key>, String> {
-    let File { keys } = serde_json::from_str(text)
-        .map_err(|error| format!(r#"{error}; what is wanted is {{"keys": [{{"name": "NAME", "key": "KEY"}}, …]}}"#))?;
+fn checked(keys: Vec<Entry>, rules: Rules, now: Instant) -> Result<Vec<Key>, String> {
     if keys.is_empty() || keys.len() > MAX_KEYS {
         return Err(format!("{} keys; 1 to {MAX_KEYS} are possible", keys.len()));
     }
-    let (mut names, mut digests) = (BTreeSet::new(), BTreeSet::new());
+    let (mut names, mut digests, mut certificates) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
     let key = |entry: Entry| {
         let name = entry.name.clone();
-        let key = key(entry.share(replicas), now).map_err(|why| format!("key {name:?}: {why}"))?;
-        match (names.insert(name.clone()), digests.insert(key.digest)) {
-            (true, true) => Ok(key),
-            (false, _) => Err(format!("there are two keys of the name {name:?}")),
-            (_, false) => Err(format!("key {name:?} is another one's, too")),
+        let key = key(entry.share(rules.replicas), now).map_err(|why| format!("key {name:?}: {why}"))?;
+        if key.certificate.is_some() && !rules.client_certificates {
+            return Err(format!("key {name:?}: `certificate` takes --tls-client-ca: clients show none without"));
         }
+        if !names.insert(name.clone()) {
+            return Err(format!("there are two keys of the name {name:?}"));
+        }
+        if key.digest.is_some_and(|digest| !digests.insert(digest)) {
+            return Err(format!("key {name:?} is another one's, too"));
+        }
+        if key.certificate.clone().is_some_and(|certificate| !certificates.insert(certificate)) {
+            return Err(format!("the certificate of key {name:?} is another one's, too"));
+        }
+        Ok(key)
     };
     keys.into_iter().map(key).collect()
 }
@@ -197,14 +200,14 @@ fn key(entry: Entry, now: Instant) -> Result<Key, String> {
     check_name(&entry.name)?;
     let digest = match (&entry.key, &entry.sha256) {
         (Some(key), None) => {
-            if !KEY_CHARACTERS.contains(&key.len()) || !key.bytes().all(|byte| byte.is_ascii_graphic()) {
-                return Err(format!("`key` must be {KEY_CHARACTERS:?} visible ASCII characters"));
-            }
-            Sha256::digest(key).into()
+            check_key(key)?;
+            Some(Sha256::digest(key).into())
         }
-        (None, Some(hex)) => from_hex(hex).ok_or("`sha256` must be 64 hexadecimal digits")?,
-        _ => return Err("give either `key` or `sha256`".to_owned()),
+        (None, Some(hex)) => Some(from_hex(hex).ok_or("`sha256` must be 64 hexadecimal digits")?),
+        (None, None) if entry.certificate.is_some() => None,
+        _ => return Err("give either `key` or `sha256`, or `certificate`".to_owned()),
     };
+    entry.certificate.as_deref().map_or(Ok(()), check_certificate)?;
     if !(1..=MAX_WEIGHT).contains(&entry.weight) {
         return Err(format!("`weight` must be 1 to {MAX_WEIGHT}"));
     }
@@ -221,7 +224,8 @@ fn key(entry: Entry, now: Instant) -> Result<Key, String> {
         rates,
         shares_cache: entry.share_prefix_cache,
     };
-    Ok(Key { digest, tenant: Tenant::new(&entry.name, terms, Some(now)) })
+    let tenant = Tenant::new(&entry.name, terms, Some(now));
+    Ok(Key { digest, certificate: entry.certificate, tenant })
 }
 
 fn from_hex(text: &str) -> Option<[u8; 32]> {
@@ -233,10 +237,12 @@ fn from_hex(text: &str) -> Option<[u8; 32]> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use super::*;
 
     const FILE: &str = r#"{"keys": [
-        {"name": "alice", "key": "sk-alice-123", "weight": 4, "requests_per_minute": 2, "min_priority": 0},
+        {"name": "alice", "key": "sk-alice-0123456789abcdef", "weight": 4, "requests_per_minute": 2, "min_priority": 0},
         {"name": "bob", "sha256": "2BB80D537B1DA3E38BD30361AA855686BDE0EACD7162FEF6A25FE97BF527A25B"}
     ]}"#;
 
@@ -250,14 +256,19 @@ mod tests {
     fn keys_and_digests_find_their_tenant() {
         let dir = tempfile::tempdir().unwrap();
         let keys = Keys::load(&write(&dir, FILE), Instant::now()).unwrap();
-        let alice = keys.tenant(Some("Bearer sk-alice-123"), Some("bob")).unwrap();
+        let alice = keys.tenant(Some("Bearer sk-alice-0123456789abcdef"), Some("bob")).unwrap();
         assert_eq!((&**alice.name(), alice.terms().weight, alice.terms().max_priority), ("alice", 4, 0));
         assert!(!alice.terms().shares_cache, "a tenant's cache is its own where nobody says otherwise");
         // Bob's key is the word "secret".
         assert_eq!(&**keys.tenant(Some("bearer secret"), None).unwrap().name(), "bob");
-        for wrong in
-            [None, Some(""), Some("Bearer"), Some("Bearer "), Some("Basic sk-alice-123"), Some("Bearer sk-alice-12")]
-        {
+        for wrong in [
+            None,
+            Some(""),
+            Some("Bearer"),
+            Some("Bearer "),
+            Some("Basic sk-alice-0123456789abcdef"),
+            Some("Bearer sk-alice-0123456789abcde"),
+        ] {
             assert_eq!(keys.tenant(wrong, Some("alice")).unwrap_err().kind, ErrorKind::Unauthenticated, "{wrong:?}");
         }
     }
@@ -266,9 +277,10 @@ mod tests {
     fn routers_divide_a_key_s_rates() {
         let (dir, now) = (tempfile::tempdir().unwrap(), Instant::now());
         let file = FILE.replace("\"requests_per_minute\": 2", "\"requests_per_minute\": 7, \"tokens_per_minute\": 1");
-        let keys = Keys::load_share(&write(&dir, &file), NonZeroU32::new(3).unwrap(), now).unwrap();
+        let rules = Rules { replicas: NonZeroU32::new(3).unwrap(), ..Rules::default() };
+        let keys = Keys::load_by(&KeySource::Path(write(&dir, &file)), rules, now).unwrap();
         let rates = |keys: &Keys| {
-            let alice = keys.tenant(Some("Bearer sk-alice-123"), None).unwrap();
+            let alice = keys.tenant(Some("Bearer sk-alice-0123456789abcdef"), None).unwrap();
             alice.allowances(now).into_iter().map(|left| left.per_minute).collect::<Vec<_>>()
         };
         assert_eq!(rates(&keys), [3, 1]);
@@ -290,7 +302,7 @@ mod tests {
     fn a_reload_keeps_rates_of_unchanged_tenants_and_a_wrong_file_changes_nothing() {
         let (dir, now) = (tempfile::tempdir().unwrap(), Instant::now());
         let keys = Keys::load(&write(&dir, FILE), now).unwrap();
-        let alice = || keys.tenant(Some("Bearer sk-alice-123"), None);
+        let alice = || keys.tenant(Some("Bearer sk-alice-0123456789abcdef"), None);
         assert_eq!((alice().unwrap().take(1, 1, now), alice().unwrap().take(1, 1, now)), (Ok(()), Ok(())));
         write(&dir, "{");
         assert!(keys.reload(now).unwrap_err().to_string().contains("keys.json"));
@@ -301,9 +313,65 @@ mod tests {
         write(&dir, &FILE.replace("\"requests_per_minute\": 2", "\"requests_per_minute\": 3"));
         keys.reload(now).unwrap();
         assert_eq!(alice().unwrap().take(1, 1, now), Ok(()));
-        write(&dir, r#"{"keys": [{"name": "carol", "key": "sk-carol-123"}]}"#);
+        write(&dir, r#"{"keys": [{"name": "carol", "key": "sk-carol-0123456789abcdef"}]}"#);
         keys.reload(now).unwrap();
         assert_eq!(alice().unwrap_err().kind, ErrorKind::Unauthenticated);
+    }
+
+    #[test]
+    fn a_directory_is_read_again_as_a_whole() {
+        let (dir, now) = (tempfile::tempdir().unwrap(), Instant::now());
+        let put = |name: &str, key: &str| std::fs::write(dir.path().join(name), key).unwrap();
+        put("alice", "sk-alice-0123456789abcdef\n");
+        let keys = Keys::load(dir.path(), now).unwrap();
+        assert_eq!(&**keys.tenant(Some("Bearer sk-alice-0123456789abcdef"), None).unwrap().name(), "alice");
+        put("bob", "short");
+        assert!(keys.reload(now).unwrap_err().to_string().contains("key \"bob\": a key has 22"));
+        put("bob", "sk-bob-0123456789abcdef");
+        std::fs::remove_file(dir.path().join("alice")).unwrap();
+        assert_eq!(keys.reload(now).unwrap(), 1);
+        assert_eq!(&*keys.names()[0], "bob");
+        assert!(keys.tenant(Some("Bearer sk-alice-0123456789abcdef"), None).is_err());
+    }
+
+    #[test]
+    fn a_certificate_makes_a_request_its_tenant_s_where_no_header_does() {
+        let (dir, now) = (tempfile::tempdir().unwrap(), Instant::now());
+        let file = r#"{"keys": [
+            {"name": "alice", "certificate": "spiffe://example.org/team/a", "key": "sk-alice-0123456789abcdef"},
+            {"name": "bob", "certificate": "bob's laptop"}
+        ]}"#;
+        let source = KeySource::Path(write(&dir, file));
+        let refused = Keys::load_by(&source, Rules::default(), now).unwrap_err().to_string();
+        assert!(refused.contains("key \"alice\": `certificate` takes --tls-client-ca"), "{refused}");
+        let rules = Rules { client_certificates: true, ..Rules::default() };
+        let keys = Keys::load_by(&source, rules, now).unwrap();
+        let names = |spiffe_id: &str, common_name: &str| {
+            let some = |name: &str| Some(name.to_owned()).filter(|name| !name.is_empty());
+            ClientName { spiffe_id: some(spiffe_id), common_name: some(common_name) }
+        };
+        let whose = |authorization, names: &ClientName| {
+            let tenant = keys.tenant(Credentials { authorization, certificate: Some(names) }, Some("carol"));
+            tenant.map(|tenant| tenant.name().to_string()).map_err(|error| error.kind)
+        };
+        let (alice, bob) = (names("spiffe://example.org/team/a", ""), names("", "bob's laptop"));
+        assert_eq!(whose(None, &alice), Ok("alice".to_owned()));
+        assert_eq!(whose(None, &bob), Ok("bob".to_owned()));
+        assert_eq!(whose(None, &names("spiffe://example.org/team/b", "bob's laptop")), Ok("bob".to_owned()));
+        assert_eq!(whose(None, &names("spiffe://example.org/team/a", "bob's laptop")), Ok("alice".to_owned()));
+        // The header wins, also where it is wrong.
+        assert_eq!(whose(Some("Bearer sk-alice-0123456789abcdef"), &bob), Ok("alice".to_owned()));
+        for wrong in ["", "Bearer sk-other-0123456789abcdef"] {
+            assert_eq!(whose(Some(wrong), &bob), Err(ErrorKind::Unauthenticated), "{wrong:?}");
+        }
+        // Nobody's names, and one that only looks like an id.
+        for nobody in [names("", ""), names("", "carol"), names("", "spiffe://example.org/team/a")] {
+            assert_eq!(whose(None, &nobody), Err(ErrorKind::Unauthenticated), "{nobody:?}");
+        }
+        let twice = file.replace("bob's laptop", "spiffe://example.org/team/a");
+        write(&dir, &twice);
+        assert!(keys.reload(now).unwrap_err().to_string().contains("the certificate of key \"bob\" is another"));
+        assert_eq!(whose(None, &bob), Ok("bob".to_owned()), "the old ones stay");
     }
 
     #[test]
@@ -313,19 +381,33 @@ mod tests {
             ("[]", "keys"),
             (r#"{"keys": []}"#, "0 keys"),
             (r#"{"keys": [{"name": "a"}]}"#, "either `key` or `sha256`"),
-            (r#"{"keys": [{"name": "a", "key": "short"}]}"#, "8..=256"),
-            (r#"{"keys": [{"name": "a b", "key": "sk-12345678"}]}"#, "name"),
+            (r#"{"keys": [{"name": "a", "key": "short"}]}"#, "22 to 256"),
+            (r#"{"keys": [{"name": "a b", "key": "sk-0123456789abcdef-008"}]}"#, "name"),
             (r#"{"keys": [{"name": "a", "sha256": "12"}]}"#, "64 hexadecimal"),
-            (r#"{"keys": [{"name": "a", "key": "sk-12345678", "weight": 0}]}"#, "weight"),
-            (r#"{"keys": [{"name": "a", "key": "sk-12345678", "min_priority": 11}]}"#, "min_priority"),
-            (r#"{"keys": [{"name": "a", "key": "sk-12345678", "max_priority": 0}]}"#, "expected one of `name`"),
-            (r#"{"keys": [{"name": "a", "key": "sk-12345678", "tokens_per_minute": 0}]}"#, "rate"),
-            (r#"{"keys": [{"name": "a", "key": "sk-12345678", "wieght": 1}]}"#, "wieght"),
-            (r#"{"keys": [{"name": "a", "key": "sk-12345678", "share_prefix_cache": 1}]}"#, "boolean"),
-            (r#"{"keys": [{"name": "a", "key": "sk-12345678"}, {"name": "a", "key": "sk-12345679"}]}"#, "two keys"),
-            (r#"{"keys": [{"name": "a", "key": "sk-12345678"}, {"name": "b", "key": "sk-12345678"}]}"#, "another"),
+            (r#"{"keys": [{"name": "a", "certificate": "a"}]}"#, "--tls-client-ca"),
+            (r#"{"keys": [{"name": "a", "certificate": ""}]}"#, "SPIFFE"),
+            (r#"{"keys": [{"name": "a", "key": "sk-0123456789abcdef-008", "weight": 0}]}"#, "weight"),
+            (r#"{"keys": [{"name": "a", "key": "sk-0123456789abcdef-008", "min_priority": 11}]}"#, "min_priority"),
+            (
+                r#"{"keys": [{"name": "a", "key": "sk-0123456789abcdef-008", "max_priority": 0}]}"#,
+                "expected one of `name`",
+            ),
+            (r#"{"keys": [{"name": "a", "key": "sk-0123456789abcdef-008", "tokens_per_minute": 0}]}"#, "rate"),
+            (r#"{"keys": [{"name": "a", "key": "sk-0123456789abcdef-008", "wieght": 1}]}"#, "wieght"),
+            (r#"{"keys": [{"name": "a", "key": "sk-0123456789abcdef-008", "share_prefix_cache": 1}]}"#, "boolean"),
+            (
+                r#"{"keys": [{"name": "a", "key": "sk-0123456789abcdef-008"}, {"name": "a", "key": "sk-0123456789abcdef-009"}]}"#,
+                "two keys",
+            ),
+            (
+                r#"{"keys": [{"name": "a", "key": "sk-0123456789abcdef-008"}, {"name": "b", "key": "sk-0123456789abcdef-008"}]}"#,
+                "another",
+            ),
         ] {
-            let error = parse(text, NonZeroU32::MIN, Instant::now()).expect_err(text);
+            let error = {
+                let entries = source::json(text).and_then(|entries| checked(entries, Rules::default(), Instant::now()));
+                entries.expect_err(text)
+            };
             assert!(error.contains(why), "{text}: {error}");
         }
         let missing = Keys::load(Path::new("/nowhere/keys.json"), Instant::now()).unwrap_err();

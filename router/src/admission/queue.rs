@@ -298,6 +298,18 @@ impl Queue {
         turn
     }
 
+    /// Holds to these from now on. Who runs or waits stays, also beyond them. Pools keep their shares.
+    pub fn set_bounds(&mut self, max_inflight: usize, max_queue: usize, max_ttft: Option<Duration>) {
+        self.bounds = Bounds { max_inflight, max_queue, max_ttft, ..self.bounds.clone() };
+        let slots = self.bounds.pools.slots(max_inflight);
+        self.pools.iter_mut().zip(slots).for_each(|(pool, slots)| pool.slots = slots);
+    }
+
+    /// Requests that may wait.
+    pub fn places(&self) -> usize {
+        self.bounds.max_queue
+    }
+
     /// Why nobody may wait now, if so: as many wait as may. Without a queue only those who do not start are refused.
     pub fn full(&self, now: Instant) -> Option<Refused> {
         if self.bounds.max_queue == 0 || self.waiting() < self.bounds.max_queue {

@@ -1,6 +1,7 @@
 //! The handle: slots and wakes come and go with their owners.
 use super::limiter::Rates;
 use super::tenant::Terms;
+use crate::capacity::Predicted;
 use std::sync::atomic::AtomicUsize;
 
 use super::*;
@@ -44,6 +45,34 @@ fn admission(max_inflight: u32, max_queue: usize) -> Admission {
 fn before_full_nodes() -> (Admission, Arc<Nodes>) {
     let nodes = Arc::new(Nodes { full: true.into(), ..Nodes::default() });
     (Admission::new(&Limits::default(), Arc::clone(&nodes), false), nodes)
+}
+
+#[tokio::test]
+async fn limits_change_while_requests_run_and_wait() {
+    let admission = admission(1, 1);
+    let tenant = Tenant::default();
+    let enter = |count| admission.enter_all(&tenant, (0..count).map(|_| ask()).collect(), clock::now());
+    let running = enter(1).unwrap().pop().unwrap().admitted().await.unwrap();
+    let waiting = enter(1).unwrap().pop().unwrap();
+    assert_eq!(enter(1).unwrap_err().reason, Reason::QueueFull);
+    let limits = |max_inflight, max_queue| Limits { max_inflight, max_queue, ..Limits::default() };
+    admission.set_limits(&limits(2, 2));
+    // A slot is free now, and no other request has to end.
+    let _second = waiting.admitted().await.unwrap();
+    let both = enter(2).unwrap();
+    admission.set_limits(&limits(1, 1));
+    assert_eq!(admission.counts(), Counts { inflight: 2, queued: 2 }, "who runs or waits stays");
+    assert_eq!(enter(1).unwrap_err().reason, Reason::QueueFull);
+    drop(running);
+    assert_eq!(admission.counts(), Counts { inflight: 1, queued: 2 }, "one runs, as many as may");
+    drop(both);
+    let later = Instant::now() + Duration::from_secs(1);
+    let slow = Ask { predicted: Some(Predicted { wait: Duration::ZERO, prefill: Duration::from_secs(9) }), ..ask() };
+    admission.set_limits(&Limits { max_ttft: Some(Duration::from_secs(1)), ..limits(1, 1) });
+    let refused = admission.enter_all(&tenant, vec![slow.clone()], later).unwrap_err();
+    assert_eq!(refused.reason, Reason::Objective);
+    admission.set_limits(&limits(1, 1));
+    assert!(admission.enter_all(&tenant, vec![slow], later).is_ok());
 }
 
 fn demand(answer_tokens: u32) -> Demand {

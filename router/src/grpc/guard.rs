@@ -24,6 +24,7 @@ use tower::Service as _;
 use super::Inference;
 use crate::admission::Tenant;
 use crate::api::Service;
+use crate::caller::Credentials;
 use crate::flow::refused::Refused;
 use crate::intake::{FREE_BYTES, Intake, Reserved};
 
@@ -72,9 +73,9 @@ impl Guarded {
         Self { inner, service }
     }
 
-    fn tenant(&self, headers: &http::HeaderMap) -> Result<Tenant, Error> {
-        let text = |key| headers.get(key).and_then(|value| value.to_str().ok());
-        let tenant = self.service.tenant(text("authorization"), text("x-tandem-tenant"))?;
+    fn tenant(&self, request: &http::Request<Body>) -> Result<Tenant, Error> {
+        let name = request.headers().get("x-tandem-tenant").and_then(|value| value.to_str().ok());
+        let tenant = self.service.tenant(Credentials::of(request.headers(), request.extensions()), name)?;
         self.service.may_enter(&tenant)?;
         Ok(tenant)
     }
@@ -94,7 +95,7 @@ impl tower::Service<http::Request<Body>> for Guarded {
     }
 
     fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
-        let tenant = match self.tenant(request.headers()) {
+        let tenant = match self.tenant(&request) {
             Ok(tenant) => tenant,
             Err(error) => {
                 self.service.refused(error.kind);
@@ -289,7 +290,7 @@ mod tests {
     async fn a_stranger_s_message_is_not_read() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("keys.json");
-        std::fs::write(&path, r#"{"keys": [{"name": "alice", "key": "sk-alice-123"}]}"#).unwrap();
+        std::fs::write(&path, r#"{"keys": [{"name": "alice", "key": "sk-alice-0123456789abcdef"}]}"#).unwrap();
         let keys = Keys::load(&path, std::time::Instant::now()).unwrap();
         let service = fakes::router_with_keys(Limits::default(), keys);
         for headers in [&[][..], &[("authorization", "Bearer wrong-key-1")]] {

@@ -4,13 +4,14 @@ use std::time::Instant;
 use axum::extract::{Request, State};
 use axum::middleware::Next;
 use axum::response::Response;
-use http::{HeaderMap, StatusCode, header};
+use http::StatusCode;
 use tandem_proto::{Error, ErrorKind};
 
 use super::error::ApiError;
 use super::{Caller, rates};
 use crate::admission::Tenant;
 use crate::api::Service;
+use crate::caller::Credentials;
 
 /// Names the tenant of a request where there are no API keys.
 const TENANT_HEADER: &str = "x-tandem-tenant";
@@ -24,7 +25,7 @@ pub(super) async fn identify(
     mut request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {
-    let tenant = tenant(&service, request.headers()).inspect_err(|error| service.refused(error.kind))?;
+    let tenant = tenant(&service, &request).inspect_err(|error| service.refused(error.kind))?;
     if let Some(caller) = request.extensions_mut().get_mut::<Caller>() {
         caller.tenant = tenant.clone();
     }
@@ -55,7 +56,7 @@ pub(super) async fn with_own_traces(
     mut request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {
-    let traces = service.traces_for(authorization(request.headers()));
+    let traces = service.traces_for(credentials(&request));
     let traces = traces.inspect_err(|error| service.refused(error.kind))?;
     request.extensions_mut().insert(traces);
     let response = next.run(request).await;
@@ -66,7 +67,7 @@ pub(super) async fn with_own_traces(
     Ok(response)
 }
 
-/// Asks for a key, whosever it is, where operators have a port of their own.
+/// Asks for a key, whosever it is, where there are keys.
 ///
 /// # Errors
 /// 401 for a key that is missing or unknown.
@@ -75,18 +76,15 @@ pub(super) async fn of_a_client(
     request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {
-    if service.is_reserved() {
-        let tenant = service.tenant(authorization(request.headers()), None);
-        tenant.inspect_err(|error| service.refused(error.kind))?;
-    }
+    service.traces_for(credentials(&request)).inspect_err(|error| service.refused(error.kind))?;
     Ok(next.run(request).await)
 }
 
-pub(super) fn authorization(headers: &HeaderMap) -> Option<&str> {
-    headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok())
+pub(super) fn credentials(request: &Request) -> Credentials<'_> {
+    Credentials::of(request.headers(), request.extensions())
 }
 
-fn tenant(service: &Service, headers: &HeaderMap) -> Result<Tenant, Error> {
-    let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
-    service.tenant(text(header::AUTHORIZATION.as_str()), text(TENANT_HEADER))
+fn tenant(service: &Service, request: &Request) -> Result<Tenant, Error> {
+    let name = request.headers().get(TENANT_HEADER).and_then(|value| value.to_str().ok());
+    service.tenant(credentials(request), name)
 }

@@ -35,7 +35,7 @@ use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
+use axum::routing::{any, get, post};
 use axum::{Extension, Json};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, header};
 use serde_json::json;
@@ -74,17 +74,13 @@ pub fn router(service: Service) -> axum::Router {
         // When its model is from, as far as clients are concerned.
         .layer(Extension(Started(types::unix_seconds())));
     let own_traces = from_fn_with_state(service.clone(), auth::with_own_traces);
-    let of_a_client = from_fn_with_state(service.clone(), auth::of_a_client);
-    let cluster = axum::Router::new().route("/debug/cluster", get(cluster)).route_layer(of_a_client);
-    // Where operators have a port of their own, it is that one that tells them of all clients.
-    let for_all = match service.is_reserved() {
-        true => axum::Router::new(),
-        false => axum::Router::new().route("/metrics", get(metrics)),
+    let of_all = match service.is_reserved() {
+        true => reserved(&service),
+        false => axum::Router::new().route("/metrics", get(metrics)).route("/debug/cluster", get(cluster)),
     };
     // What probes look at needs no key.
-    for_all
-        .route("/health", get(health))
-        .merge(cluster)
+    of_all
+        .merge(probes())
         .merge(traces::routes().route_layer(own_traces))
         .merge(guarded)
         .fallback(no_route)
@@ -100,13 +96,28 @@ pub fn admin(service: Service) -> axum::Router {
     axum::Router::new()
         .merge(all_traces)
         .route("/debug/cluster", get(cluster))
-        .route("/live", get(|| async { Json(json!({"status": "ok"})) }))
-        .route("/ready", get(health))
-        .route("/health", get(health))
+        .merge(probes())
+        .route("/live", get(live))
+        .route("/ready", get(ready))
         .route("/metrics", get(metrics))
         .fallback(no_route)
         .method_not_allowed_fallback(wrong_method)
         .with_state(service)
+}
+
+/// In place of what tells of all clients, where each of them has a key of its own. The state is not even named to who
+/// has none.
+fn reserved(service: &Service) -> axum::Router<Service> {
+    let of_a_client = from_fn_with_state(service.clone(), auth::of_a_client);
+    let state = axum::Router::new().route("/debug/{*path}", any(for_operators)).route_layer(of_a_client);
+    let others = ["/", "/metrics", "/page/{*path}"];
+    others.into_iter().fold(state, |routes, path| routes.route(path, any(for_operators)))
+}
+
+/// What probes look at: whether the process answers, and whether the cluster can serve.
+fn probes() -> axum::Router<Service> {
+    let ready = || get(ready);
+    axum::Router::new().route("/health/live", get(live)).route("/health/ready", ready()).route("/health", ready())
 }
 
 /// Unix seconds.
@@ -189,8 +200,13 @@ fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, Error> {
     }
 }
 
+/// The process answers, and says where gRPC is: a client that has one port finds the other.
+async fn live(State(service): State<Service>) -> Response {
+    Json(json!({"status": "ok", "grpc_port": service.grpc_port()})).into_response()
+}
+
 /// 200 as soon as the nodes of a plan are there: a compatible pair or, with local prefill, a decode node.
-async fn health(State(service): State<Service>) -> Result<Response, ApiError> {
+async fn ready(State(service): State<Service>) -> Result<Response, ApiError> {
     if service.ready() {
         return Ok(Json(json!({"status": "ok"})).into_response());
     }
@@ -236,6 +252,14 @@ fn check_model(model: &ModelText, asked: Option<&str>) -> Result<(), ApiError> {
 
 async fn cluster(State(service): State<Service>) -> Response {
     Json(service.cluster_json()).into_response()
+}
+
+/// Counted, as what is not there at all.
+async fn for_operators(State(service): State<Service>, request: Request) -> ApiError {
+    service.refused(ErrorKind::NotFound);
+    let path: String = request.uri().path().chars().take(200).collect();
+    let why = format!("{path} is not on this port, as its clients have API keys: the router's --admin ADDR has it");
+    Error::new(ErrorKind::NotFound, why).into()
 }
 
 /// Counted: who looks for doors finds none, and is seen.

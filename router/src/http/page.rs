@@ -7,7 +7,7 @@ use std::time::Duration;
 use axum::Json;
 use axum::body::{Body, Bytes};
 use axum::extract::rejection::PathRejection;
-use axum::extract::{Extension, Path, Request, State};
+use axum::extract::{Path, Request, State};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
@@ -18,11 +18,10 @@ use tandem_proto::ErrorKind;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
-use super::auth::authorization;
+use super::auth;
 use super::error::ApiError;
 use super::traces::aside;
 use crate::page::Page;
-use crate::traces::Traces;
 
 /// Of one subscriber. What the largest cluster has to say is below it; who comes gets the past at this pace.
 const BYTES_PER_SECOND: u32 = 256 << 10;
@@ -61,7 +60,7 @@ pub fn page(page: Page, stop: CancellationToken) -> axum::Router {
     let guarded = axum::Router::new()
         .route("/page/events", get(events))
         .route("/page/traces/{id}", get(trace))
-        .route_layer(from_fn_with_state(shown.clone(), with_key));
+        .route_layer(from_fn_with_state(shown.page.service().clone(), auth::of_a_client));
     let files = FILES.into_iter().fold(axum::Router::new(), |router, (path, kind, text)| {
         router.route(path, get(move || async move { ([(header::CONTENT_TYPE, kind)], text) }))
     });
@@ -83,24 +82,11 @@ async fn with_policy(request: Request, next: Next) -> Response {
     response
 }
 
-/// On a port for operators whoever has a key sees all traces, elsewhere its own.
-async fn with_key(State(shown): State<Shown>, mut request: Request, next: Next) -> Result<Response, ApiError> {
-    let service = shown.page.service();
-    let own = service.traces_for(authorization(request.headers()));
-    let own = own.inspect_err(|error| service.refused(error.kind))?;
-    let traces = if service.is_reserved() { service.traces().clone() } else { own };
-    request.extensions_mut().insert(traces);
-    Ok(next.run(request).await)
-}
-
-async fn trace(
-    State(shown): State<Shown>,
-    Extension(traces): Extension<Traces>,
-    id: Result<Path<String>, PathRejection>,
-) -> Result<Json<Value>, ApiError> {
+/// Of all clients: where there are keys, the page is on operators' port alone.
+async fn trace(State(shown): State<Shown>, id: Result<Path<String>, PathRejection>) -> Result<Json<Value>, ApiError> {
     let Path(id) = id.map_err(|rejection| Error::new(ErrorKind::InvalidArgument, rejection.body_text()))?;
     let service = shown.page.service().clone();
-    Ok(Json(aside(service, move |service| service.trace_json_of(&traces, &id)).await??))
+    Ok(Json(aside(service, move |service| service.trace_json(&id)).await??))
 }
 
 async fn events(State(Shown { page, stop }): State<Shown>) -> Result<Response, ApiError> {

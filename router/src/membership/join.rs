@@ -28,12 +28,14 @@ static LINES_LEFT: Budget = Budget::new(20);
 
 type Reports = Streaming<v1::NodeReport>;
 type Replies = mpsc::Sender<Result<v1::RouterReport, Status>>;
+/// Takes spans that came outside of calls.
+type Strays = Arc<dyn Fn(&[u8]) + Send + Sync>;
 
 /// The service. Spans that nodes send outside of their calls are no business of the table: they go to `spans`, packed.
 #[derive(Clone)]
 pub struct JoinService {
     membership: Membership,
-    spans: Arc<dyn Fn(&[u8]) + Send + Sync>,
+    spans: Strays,
 }
 
 #[tonic::async_trait]
@@ -132,7 +134,7 @@ impl Membership {
 struct Session {
     membership: Membership,
     node: Arc<Node>,
-    spans: Arc<dyn Fn(&[u8]) + Send + Sync>,
+    spans: Strays,
     why: &'static str,
 }
 

@@ -156,11 +156,11 @@ impl Router {
             Address::Grpc(grpc) | Address::Both { grpc, .. } => return Ok(grpc.clone()),
             Address::Http(http) => http,
         };
-        let asked = self.http_client()?.get(format!("{http}/debug/cluster")).timeout(PORT_TIMEOUT).send().await;
+        let asked = self.http_client()?.get(format!("{http}/health/live")).timeout(PORT_TIMEOUT).send().await;
         let otherwise = "its gRPC port is --url grpc://HOST:PORT";
         let answer = asked.with_context(|| format!("no router answers HTTP at {http}; {otherwise}"))?;
-        let cluster: Value = answer.json().await.unwrap_or_default();
-        let port = cluster["grpc_port"].as_u64().and_then(|port| u16::try_from(port).ok());
+        let live: Value = answer.json().await.unwrap_or_default();
+        let port = live["grpc_port"].as_u64().and_then(|port| u16::try_from(port).ok());
         let port = port.with_context(|| format!("{http} does not say where gRPC is; {otherwise}"))?;
         with_port(http, port)
     }

@@ -151,8 +151,8 @@ pub struct UpArgs {
     #[arg(long)]
     restart: bool,
     /// API keys of the clients, with rates and priorities: see the router's --help. Nodes then join on a port of their
-    /// own
-    #[arg(long, value_name = "FILE")]
+    /// own, and the live page has one
+    #[arg(long, value_name = "FILE|DIR|env:NAME")]
     api_keys: Option<PathBuf>,
     /// Secret by which nodes may join, from a file [default: a random one, made beside the state file and removed at
     /// the end]
@@ -305,9 +305,11 @@ impl UpArgs {
         if let Some(keys) = self.api_keys {
             router_args.extend(["--api-keys".to_owned(), keys.display().to_string()]);
         }
-        // Nodes have no keys.
-        if has_flag(&router_args, "--api-keys") && !has_flag(&router_args, "--nodes") {
-            router_args.extend(["--nodes", "127.0.0.1:0"].map(str::to_owned));
+        // Nodes have no keys, and the page is not clients'.
+        if has_flag(&router_args, "--api-keys") {
+            let missing = ["--nodes", "--admin"].into_iter().filter(|flag| !has_flag(&router_args, flag));
+            let missing: Vec<&str> = missing.flat_map(|flag| [flag, "127.0.0.1:0"]).collect();
+            router_args.extend(missing.into_iter().map(str::to_owned));
         }
         if self.routers > 1 {
             // The first one would have it, and the others would end.
@@ -510,7 +512,7 @@ mod tests {
     }
 
     #[test]
-    fn with_api_keys_nodes_have_a_port_of_their_own() {
+    fn with_api_keys_nodes_and_operators_have_ports_of_their_own() {
         let model = tempfile::NamedTempFile::new().unwrap();
         let router_args = |flags: &str| {
             let line = ["tandem", "up", "--model", model.path().to_str().unwrap()].into_iter();
@@ -519,11 +521,12 @@ mod tests {
             anyhow::Ok(up.router_args.join(" "))
         };
         assert_eq!(router_args("").unwrap(), "");
-        let with_keys = "--api-keys k.json --nodes 127.0.0.1:0";
+        let with_keys = "--api-keys k.json --nodes 127.0.0.1:0 --admin 127.0.0.1:0";
         assert_eq!(router_args("--api-keys k.json").unwrap(), with_keys);
         assert_eq!(router_args("--router-arg=--api-keys --router-arg=k.json").unwrap(), with_keys);
         let chosen = "--router-arg=--api-keys=k.json --router-arg=--nodes=127.0.0.1:7";
-        assert_eq!(router_args(chosen).unwrap(), "--api-keys=k.json --nodes=127.0.0.1:7");
+        let with_page = "--api-keys=k.json --nodes=127.0.0.1:7 --admin 127.0.0.1:0";
+        assert_eq!(router_args(chosen).unwrap(), with_page);
         assert!(router_args("--router-arg=--tls-cert=c.pem").unwrap_err().to_string().contains("without TLS"));
     }
 

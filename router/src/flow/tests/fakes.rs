@@ -131,7 +131,7 @@ impl Cluster {
     pub async fn with_tenants(limits: Limits, names: &[&str]) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("keys.json");
-        let key = |name: &&str| format!(r#"{{"name": "{name}", "key": "sk-{name}-secret"}}"#);
+        let key = |name: &&str| format!(r#"{{"name": "{name}", "key": "sk-{name}-0123456789abcdefgh"}}"#);
         let keys: Vec<String> = names.iter().map(key).collect();
         std::fs::write(&path, format!(r#"{{"keys": [{}]}}"#, keys.join(","))).expect("room on the disk");
         let keys = Keys::load(&path, clock::now()).expect("keys");

@@ -104,7 +104,7 @@ async fn a_tenant_s_requests_have_a_cache_salt_of_their_own() {
     let mut cluster = Cluster::with_tenants(Limits::default(), &["alice", "bobby"]).await;
     let mut salts = Vec::new();
     for (name, own) in [("alice", ""), ("bobby", ""), ("alice", "x"), ("bobby", "x"), ("alice", ""), ("alice", "x")] {
-        let tenant = cluster.service.tenant(Some(&format!("Bearer sk-{name}-secret")), None).unwrap();
+        let tenant = cluster.service.tenant(Some(&*format!("Bearer sk-{name}-0123456789abcdefgh")), None).unwrap();
         let asked = GenerationRequest { tenant, cache_salt: own.into(), ..request() };
         let _running = cluster.service.generate(asked).unwrap();
         let (_prefill, spec, _decode, start) = cluster.legs().await;
@@ -136,7 +136,7 @@ async fn a_greedy_tenant_waits_behind_its_own_requests() {
     let service = cluster.service.clone();
     let of = move |name: &str, id: String| GenerationRequest {
         request_id: id,
-        tenant: service.tenant(Some(&format!("Bearer sk-{name}-secret")), None).unwrap(),
+        tenant: service.tenant(Some(&*format!("Bearer sk-{name}-0123456789abcdefgh")), None).unwrap(),
         ..request()
     };
     let running = cluster.service.generate(of("greedy", "0".into())).unwrap();
@@ -159,7 +159,7 @@ async fn shares_count_what_was_generated() {
     let mut cluster = Cluster::with_tenants(limits, &["alice", "bobby"]).await;
     let service = cluster.service.clone();
     let ask = |name: &str, index: u32| {
-        let tenant = service.tenant(Some(&format!("Bearer sk-{name}-secret")), None).unwrap();
+        let tenant = service.tenant(Some(&*format!("Bearer sk-{name}-0123456789abcdefgh")), None).unwrap();
         let request_id = format!("{name} {index}");
         service.generate(GenerationRequest { request_id, tenant, max_tokens: 100, ..request() }).unwrap()
     };
@@ -204,7 +204,7 @@ async fn nodes_hear_of_no_priorities_where_tenants_have_keys() {
     let service = cluster.service.clone();
     let of = move |name: &str, id: &str, priority| GenerationRequest {
         request_id: id.into(),
-        tenant: service.tenant(Some(&format!("Bearer sk-{name}-secret")), None).unwrap(),
+        tenant: service.tenant(Some(&*format!("Bearer sk-{name}-0123456789abcdefgh")), None).unwrap(),
         priority,
         ..request()
     };
@@ -277,14 +277,14 @@ async fn answers_of_one_call_start_together_or_not_at_all() {
     assert_eq!(cluster.service.counts().queued, 1);
 }
 
-/// A router whose only key, of tenant `a`, is `sk-a-secret`: so many requests a minute.
+/// A router whose only key, of tenant `a`, is `sk-a-0123456789abcdefgh`: so many requests a minute.
 async fn with_key(requests_per_minute: u32) -> (Service, tempfile::TempDir) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("keys.json");
     std::fs::write(
         &path,
         format!(
-            r#"{{"keys": [{{"name": "a", "key": "sk-a-secret", "requests_per_minute": {requests_per_minute}, "min_priority": -1}}]}}"#
+            r#"{{"keys": [{{"name": "a", "key": "sk-a-0123456789abcdefgh", "requests_per_minute": {requests_per_minute}, "min_priority": -1}}]}}"#
         ),
     )
     .unwrap();
@@ -328,7 +328,7 @@ async fn refused_unread(service: &Service, key: Option<&str>) -> (StatusCode, Op
 async fn a_rate_that_is_used_up_refuses_before_the_body_is_read() {
     let (service, _dir) = with_key(1).await;
     let _nodes = (fakes::join_prefill(&service, "p0").await, fakes::join_decode(&service, "d0").await);
-    let key = Some("Bearer sk-a-secret");
+    let key = Some("Bearer sk-a-0123456789abcdefgh");
     let tenant = service.tenant(key, None).unwrap();
     let _running = service.generate(GenerationRequest { tenant, ..request() }).unwrap();
     let refused = (StatusCode::TOO_MANY_REQUESTS, Some(tonic::Code::ResourceExhausted));
@@ -361,18 +361,18 @@ async fn keys_and_rates_over_http() {
         }
     };
     for path in ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"] {
-        for key in [None, Some("Bearer sk-b-secret"), Some("sk-a-secret")] {
+        for key in [None, Some("Bearer sk-b-0123456789abcdefgh"), Some("sk-a-0123456789abcdefgh")] {
             let (status, headers, body) = ask(path, key, "{").await;
             assert_eq!((status, &headers["www-authenticate"]), (StatusCode::UNAUTHORIZED, &"Bearer".parse().unwrap()));
             assert_eq!((&body["error"]["code"], &body["error"]["param"]), (&"invalid_api_key".into(), &Value::Null));
             assert!(headers.contains_key("x-request-id"));
         }
     }
-    for (path, status) in [("/health", 200), ("/metrics", 200), ("/v1/models", 401), ("/debug/cluster", 200)] {
+    for (path, status) in [("/health", 200), ("/metrics", 404), ("/v1/models", 401), ("/debug/cluster", 401)] {
         let response = router.clone().oneshot(Request::get(path).body(Body::empty()).unwrap()).await.unwrap();
         assert_eq!(response.status().as_u16(), status, "{path}");
     }
-    let key = Some("Bearer sk-a-secret");
+    let key = Some("Bearer sk-a-0123456789abcdefgh");
     assert_eq!(ask("/tokenize", key, r#"{"prompt": "a"}"#).await.0, StatusCode::OK);
     let (status, _, body) = ask("/v1/completions", key, r#"{"prompt": "a", "max_tokens": 4, "priority": -2}"#).await;
     assert_eq!((status, &body["error"]["param"]), (StatusCode::BAD_REQUEST, &"priority".into()), "{body}");
@@ -442,7 +442,7 @@ async fn keys_and_rates_over_grpc() {
     for key in [None, Some("Bearer wrong-key")] {
         assert_eq!(ask(key, 0).await.unwrap_err().code(), tonic::Code::Unauthenticated);
     }
-    let key = Some("Bearer sk-a-secret");
+    let key = Some("Bearer sk-a-0123456789abcdefgh");
     for beyond in [-2, 11, i32::MIN] {
         let refused = ask(key, beyond).await.unwrap_err();
         assert_eq!(refused.code(), tonic::Code::InvalidArgument, "{refused}");
