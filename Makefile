@@ -153,9 +153,9 @@ test-compose: setup build ## The compose file as shipped, in a docker engine of 
 test-garbage: ## 10,000 garbled tickets and hellos against each KV backend, under AddressSanitizer and valgrind
 	kvtransfer/tests/garbage.sh
 
-# TEST_STRANGERS="--full smuggling" runs some of the attacks.
+# TEST_STRANGERS="--full smuggling" runs some of the attacks; "--answers 200" the short form, as in docs/benchmarks/strangers.md.
 test-strangers: setup build ## Attacks at every door of a cluster, with ten thousand connections; prints the table
-	cargo test --release --locked -p tandem-cluster-tests --test attacks -- $(or $(TEST_STRANGERS),--full)
+	cargo test --release --locked -p tandem-cluster-tests --test attacks -- $(or $(TEST_STRANGERS),--full --answers 200)
 
 # SECONDS=600 for each of them; FUZZ="gguf spans" runs some. 600 takes 85 minutes on two cores.
 fuzz: setup ## Every parser that strangers reach, by libFuzzer with AddressSanitizer, one a core; prints the table

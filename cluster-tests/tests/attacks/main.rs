@@ -36,9 +36,6 @@ use target::{Seen, Target};
 
 /// Answers before the router's memory is taken for that of an idle one: more than the traces that it keeps.
 const SERVED_BEFORE: usize = 1_500;
-/// An attack goes on, again from its start, until the polite client had so many answers beside it: a p99 of a
-/// handful is the slowest of them.
-const ANSWERS: usize = 200;
 /// Times an idle router's memory: what is aimed at, and what fails.
 const AIM: f64 = 2.0;
 const MOST: f64 = 2.5;
@@ -54,6 +51,10 @@ struct Args {
     /// Ten thousand connections, and longer attacks
     #[arg(long)]
     full: bool,
+    /// Attacks go on, each again from its start, until the polite client had so many answers beside it: a p99 of a
+    /// handful is the slowest of them
+    #[arg(long, default_value_t = 1)]
+    answers: usize,
     /// Only attacks whose name contains this
     #[arg(default_value = "")]
     only: String,
@@ -131,7 +132,7 @@ async fn run(args: &Args, cores: Cores) -> anyhow::Result<usize> {
     let (mut reports, mut failed) = (Vec::new(), Vec::new());
     for attack in attacks().into_iter().filter(|attack| attack.name.contains(&args.only)) {
         let name = attack.name;
-        match one(&mut target, &polite, attack, idle).await {
+        match one(&mut target, &polite, attack, (args.answers, idle)).await {
             Ok(report) => {
                 println!("{report}");
                 reports.push(report);
@@ -163,7 +164,13 @@ async fn alone(target: &Target, polite: &Arc<Polite>) -> anyhow::Result<Latency>
     polite.ask(target.cluster.router.url("http"), SERVED_BEFORE, &watch).await
 }
 
-async fn one(target: &mut Target, polite: &Arc<Polite>, attack: Attack, idle_mb: f64) -> anyhow::Result<Report> {
+/// One of them, until so many answers, beside what an idle router takes.
+async fn one(
+    target: &mut Target,
+    polite: &Arc<Polite>,
+    attack: Attack,
+    (answers, idle_mb): (usize, f64),
+) -> anyhow::Result<Report> {
     let before = target.seen(attack.seen).await?;
     let memory_before = target.memory()?;
     let watch = Arc::new(Watch::default());
@@ -171,7 +178,7 @@ async fn one(target: &mut Target, polite: &Arc<Polite>, attack: Attack, idle_mb:
     let attacking = async {
         let refused = loop {
             let refused = (attack.run)(target).await;
-            if refused.is_err() || watch.answers.load(Ordering::Relaxed) >= ANSWERS {
+            if refused.is_err() || watch.answers.load(Ordering::Relaxed) >= answers {
                 break refused;
             }
         };
