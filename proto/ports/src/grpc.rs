@@ -22,9 +22,12 @@ pub const NODE_STREAMS: u32 = 4096;
 /// The prefix of health checks and reflection. They need no key and a call may stay open for ever, so they do not count
 /// as busy: their connection can be evicted.
 const PUBLIC: &str = "/grpc.";
-/// Calls that may be reset before the server has looked at them. More end the connection ("enhance your calm"), and all
-/// calls with it: those of h2's default, 20, are given up in a second of standstill with many clients.
-pub(crate) const RESETS: usize = 64;
+/// Calls that may be reset before the server has looked at them, of so many at once. More end the connection ("enhance
+/// your calm"), and all calls with it: those of h2's default, 20, are given up in a second of standstill with many
+/// clients. A router gives up a thousand of a node's in the seconds until it takes it for dead.
+pub(crate) const fn resets(streams: u32) -> usize {
+    streams as usize / 4
+}
 /// Bytes of a call's metadata, names and values, at most; more are refused with 431.
 pub(crate) const HEADER_LIST_BYTES: u32 = 32 << 10;
 
@@ -51,7 +54,7 @@ pub async fn serve_grpc(
 ) -> Result<(), Error> {
     Server::builder()
         .max_concurrent_streams(streams)
-        .http2_max_pending_accept_reset_streams(Some(RESETS))
+        .http2_max_pending_accept_reset_streams(Some(resets(streams)))
         .http2_max_header_list_size(HEADER_LIST_BYTES)
         .http2_keepalive_interval(Some(keep_alive.interval))
         .http2_keepalive_timeout(Some(keep_alive.timeout))

@@ -20,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
 use crate::Port;
-use crate::grpc::{CLIENT_STREAMS, HEADER_LIST_BYTES, RESETS};
+use crate::grpc::{CLIENT_STREAMS, HEADER_LIST_BYTES, resets};
 use crate::held::{Exchange, Held};
 use crate::places::Calls;
 
@@ -69,7 +69,7 @@ fn bounded(silence: Duration) -> auto::Builder<TokioExecutor> {
         .keep_alive_timeout(silence)
         .max_concurrent_streams(CLIENT_STREAMS)
         .max_header_list_size(HEADER_LIST_BYTES)
-        .max_pending_accept_reset_streams(RESETS)
+        .max_pending_accept_reset_streams(resets(CLIENT_STREAMS))
         .max_send_buf_size(STREAM_BUFFER_BYTES);
     http
 }

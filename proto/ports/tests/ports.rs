@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::routing::get;
-use tandem_ports::{CLIENT_STREAMS, KeepAlive, Limits, Port, serve_grpc, serve_http};
+use tandem_ports::{CLIENT_STREAMS, KeepAlive, Limits, NODE_STREAMS, Port, serve_grpc, serve_http};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
@@ -25,15 +25,18 @@ async fn bind(connections: usize) -> (Port, SocketAddr) {
 
 /// `/` answers at once; `/slow` sends pieces further apart than a client may be silent.
 async fn http(connections: usize) -> (SocketAddr, CancellationToken, JoinHandle<()>) {
+    let ((port, address), stop) = (bind(connections).await, CancellationToken::new());
+    (address, stop.clone(), tokio::spawn(serve_http(port, app(), stop)))
+}
+
+fn app() -> axum::Router {
     let pieces = || async {
         Body::from_stream(futures::stream::unfold(0, |sent| async move {
             tokio::time::sleep(SILENCE.mul_f32(1.5)).await;
             (sent < PIECES).then_some((Ok::<_, Infallible>("piece"), sent + 1))
         }))
     };
-    let app = axum::Router::new().route("/", get(|| async { "well" })).route("/slow", get(pieces));
-    let ((port, address), stop) = (bind(connections).await, CancellationToken::new());
-    (address, stop.clone(), tokio::spawn(serve_http(port, app, stop)))
+    axum::Router::new().route("/", get(|| async { "well" })).route("/slow", get(pieces))
 }
 
 async fn connect(address: SocketAddr, bytes: &str) -> TcpStream {
@@ -166,4 +169,49 @@ async fn grpc_connections_begin_with_the_preface_in_time() {
     stream.write_all(&[0, 0, 0, 4, 0, 0, 0, 0, 0]).await.expect("settings");
     let quiet = tokio::time::timeout(SILENCE * 3, async { while stream.read_u8().await.is_ok() {} });
     assert!(quiet.await.is_err(), "it was closed");
+}
+
+/// A node's port on a thread of its own, and what runs there.
+async fn node() -> (SocketAddr, tokio::runtime::Handle) {
+    let (tell, told) = tokio::sync::oneshot::channel();
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        runtime.block_on(async {
+            let (port, address) = bind(8).await;
+            tell.send((address, tokio::runtime::Handle::current())).expect("the test runs");
+            let keep_alive = KeepAlive { interval: BOUND, timeout: BOUND };
+            serve_grpc(port, Routes::from(app()), NODE_STREAMS, keep_alive, CancellationToken::new()).await
+        })
+    });
+    told.await.expect("it listens")
+}
+
+#[tokio::test]
+async fn calls_given_up_while_a_node_stands_still_end_no_other() {
+    let (address, node) = node().await;
+    let stream = TcpStream::connect(address).await.expect("connect");
+    let (client, connection) = h2::client::handshake(stream).await.expect("HTTP/2");
+    tokio::spawn(connection);
+    let mut client = client.ready().await.expect("open");
+    let get = |path| http::Request::get(format!("http://node{path}")).body(()).expect("a request");
+    let (running, _) = client.send_request(get("/slow"), true).expect("sent");
+    let mut running = running.await.expect("answered").into_body();
+
+    let (go_on, still) = std::sync::mpsc::channel::<()>();
+    node.spawn(async move { still.recv() });
+    for _ in 0..1000 {
+        let (answer, mut call) = client.send_request(get("/"), true).expect("sent");
+        // It is on its way before it is given up.
+        tokio::task::yield_now().await;
+        call.send_reset(h2::Reason::CANCEL);
+        drop(answer);
+    }
+    tokio::time::sleep(SILENCE).await;
+    go_on.send(()).expect("the node stood still");
+
+    let mut said = Vec::new();
+    while let Some(piece) = running.data().await {
+        said.extend_from_slice(&piece.expect("the call that was not given up lives"));
+    }
+    assert_eq!(said, "piece".repeat(PIECES).as_bytes());
 }
