@@ -1,4 +1,6 @@
 //! What one can ask for with a good key: too much, too deep, too long, or what is not there.
+use std::time::{Duration, Instant};
+
 use anyhow::ensure;
 use futures::FutureExt;
 use serde_json::{Value, json};
@@ -7,6 +9,8 @@ use crate::Attack;
 use crate::target::{Seen, Target, VICTIM, refusal};
 
 const INVALID: Seen = Seen::Router("outcome=\"invalid_argument\"");
+/// What the polite client's own request may hold of a node at most.
+const POLITE_BLOCKS: u64 = 16;
 const COMPLETIONS: &str = "/v1/completions";
 
 /// All of them.
@@ -231,8 +235,12 @@ async fn cancelled(target: &Target) -> anyhow::Result<String> {
     for _ in 0..count / 50 {
         drop(crate::sockets::hold(target.router("http")?, 50, head.as_bytes()).await?);
     }
-    let took = target.cluster.idle(std::time::Duration::from_secs(30)).await?;
-    Ok(format!("{count} left; all blocks back after {:.1} s", took.as_secs_f64()))
+    let left = Instant::now();
+    while target.cluster.nodes().await?.iter().any(|node| node.total_blocks - node.free_blocks > POLITE_BLOCKS) {
+        ensure!(left.elapsed() < Duration::from_secs(30), "{}", target.cluster.blocks().await?);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    Ok(format!("{count} left; their blocks back after {:.1} s", left.elapsed().as_secs_f64()))
 }
 
 /// Ended as late, or refused at once where the router foresees it.
