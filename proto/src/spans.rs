@@ -4,8 +4,10 @@
 //! writes them. Two packs are joined by putting one behind the other.
 pub mod write;
 
+use std::ops::Range;
+
 use prost::Message;
-use prost::encoding::{WireType, decode_varint};
+use prost::encoding::decode_varint;
 
 use crate::v1::{self, SpanKind, any_value};
 use write::number;
@@ -18,10 +20,10 @@ pub const FAILED: i32 = 2;
 /// The spans, each in its bytes; of damaged bytes those before the damage: a trace is worth no error of its own.
 pub fn each(mut packed: &[u8]) -> impl Iterator<Item = &[u8]> {
     std::iter::from_fn(move || {
-        let mut rest = packed.strip_prefix(&[SPAN])?;
-        let length = usize::try_from(varint(&mut rest)?).ok()?;
-        let (span, rest) = rest.split_at_checked(length)?;
-        packed = rest;
+        let (rest, mut at) = (packed.strip_prefix(&[SPAN])?, 0);
+        let length = usize::try_from(varint(rest, &mut at)?).ok()?;
+        let span = take(rest, &mut at, length)?;
+        packed = &rest[at..];
         Some(span)
     })
 }
@@ -37,7 +39,7 @@ pub fn unpack(packed: &[u8]) -> impl Iterator<Item = v1::Span> {
 }
 
 /// A span in its bytes, and what it takes to find its place. Its ids have the right lengths.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Raw<'a> {
     /// 16 bytes.
     pub trace_id: &'a [u8],
@@ -54,24 +56,39 @@ pub struct Raw<'a> {
     /// Bytes of a `v1::Process`.
     pub process: &'a [u8],
     bytes: &'a [u8],
+    /// Where the fields are that somebody leaves out: one that passes is read once.
+    parent_at: Range<usize>,
+    start_at: Range<usize>,
+    end_at: Range<usize>,
+    process_at: Range<usize>,
 }
 
 impl<'a> Raw<'a> {
     /// `None`: damaged, without a place in a trace, or in the form of another version.
     pub fn read(bytes: &'a [u8]) -> Option<Self> {
-        let (mut raw, mut rest) = (Self { bytes, ..Self::default() }, bytes);
-        while !rest.is_empty() {
-            let field = Field::next(&mut rest)?;
-            match (field.number, field.value) {
+        let (mut raw, mut end) = (Self { bytes, ..Self::default() }, 0);
+        while end < bytes.len() {
+            let start = end;
+            let (number, value) = field(bytes, &mut end)?;
+            let at = start..end;
+            match (number, value) {
                 (number::TRACE_ID, Value::Bytes(id)) => raw.trace_id = id,
                 (number::SPAN_ID, Value::Bytes(id)) => raw.span_id = id,
-                (number::PARENT_SPAN_ID, Value::Bytes(id)) => raw.parent_span_id = id,
+                (number::PARENT_SPAN_ID, Value::Bytes(id)) => {
+                    (raw.parent_span_id, raw.parent_at) = (id, once(&raw.parent_at, at)?)
+                }
                 (number::KIND, Value::Varint(kind)) => {
                     raw.kind = i32::try_from(kind).ok().and_then(|kind| SpanKind::try_from(kind).ok())?;
                 }
-                (number::START, Value::Fixed(unix_ns)) => raw.start_unix_ns = unix_ns,
-                (number::END, Value::Fixed(unix_ns)) => raw.end_unix_ns = unix_ns,
-                (number::PROCESS, Value::Bytes(process)) => raw.process = process,
+                (number::START, Value::Fixed(unix_ns)) => {
+                    (raw.start_unix_ns, raw.start_at) = (unix_ns, once(&raw.start_at, at)?)
+                }
+                (number::END, Value::Fixed(unix_ns)) => {
+                    (raw.end_unix_ns, raw.end_at) = (unix_ns, once(&raw.end_at, at)?)
+                }
+                (number::PROCESS, Value::Bytes(process)) => {
+                    (raw.process, raw.process_at) = (process, once(&raw.process_at, at)?)
+                }
                 (number::NAME | number::ATTRIBUTE | number::EVENT | number::LINK, Value::Bytes(_)) => {}
                 (known, _) if number::NEEDED.contains(&known) => return None,
                 _ => {}
@@ -81,30 +98,51 @@ impl<'a> Raw<'a> {
         matches!(ids, (16, 8, 0 | 8)).then_some(raw)
     }
 
+    /// As it came.
+    pub fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
     /// Its bytes as they came, behind those of `packed`.
     pub fn pass(&self, packed: &mut Vec<u8>) {
         write::bytes(packed, number::SPAN, self.bytes);
     }
 
-    /// Its bytes without some fields.
-    pub fn without(&self, numbers: &[u32], span: &mut Vec<u8>) {
-        let (mut rest, mut kept) = (self.bytes, self.bytes);
-        while let Some(field) = Field::next(&mut rest) {
-            if numbers.contains(&field.number) {
-                span.extend_from_slice(&kept[..kept.len() - rest.len() - field.length]);
-                kept = rest;
+    /// Its bytes without what says where it is: its parent, its start and its end.
+    pub fn without_place(&self, span: &mut Vec<u8>) {
+        self.without([&self.parent_at, &self.start_at, &self.end_at], span);
+    }
+
+    /// Its bytes without the process that it is of.
+    pub fn without_process(&self, span: &mut Vec<u8>) {
+        self.without([&self.process_at], span);
+    }
+
+    /// Its bytes without its events, of which there are many.
+    pub fn without_events(&self, span: &mut Vec<u8>) {
+        let (mut start, mut end) = (0, 0);
+        while let Some((number, _)) = field(self.bytes, &mut end) {
+            if number != number::EVENT {
+                span.extend_from_slice(&self.bytes[start..end]);
             }
+            start = end;
         }
-        span.extend_from_slice(kept);
+    }
+
+    fn without<const N: usize>(&self, mut fields: [&Range<usize>; N], span: &mut Vec<u8>) {
+        fields.sort_unstable_by_key(|field| field.start);
+        let mut kept = 0;
+        for field in fields.into_iter().filter(|field| !field.is_empty()) {
+            span.extend_from_slice(&self.bytes[kept..field.start]);
+            kept = field.end;
+        }
+        span.extend_from_slice(&self.bytes[kept..]);
     }
 }
 
-/// One field of a message.
-struct Field<'a> {
-    number: u32,
-    value: Value<'a>,
-    /// Bytes, with those that say its number.
-    length: usize,
+/// Where a field is that was not there `before`.
+fn once(before: &Range<usize>, at: Range<usize>) -> Option<Range<usize>> {
+    before.is_empty().then_some(at)
 }
 
 enum Value<'a> {
@@ -115,35 +153,48 @@ enum Value<'a> {
     Short,
 }
 
-impl<'a> Field<'a> {
-    /// Takes the first field off `rest`, whose end and damage are `None`.
-    fn next(rest: &mut &'a [u8]) -> Option<Self> {
-        let before = rest.len();
-        let key = u32::try_from(varint(rest)?).ok()?;
-        let (number, wire_type) = (key >> 3, WireType::try_from(u64::from(key & 7)).ok()?);
-        let value = match wire_type {
-            WireType::Varint => Value::Varint(varint(rest)?),
-            WireType::SixtyFourBit => Value::Fixed(u64::from_le_bytes(*rest.split_off(..8)?.first_chunk()?)),
-            WireType::ThirtyTwoBit => rest.split_off(..4).map(|_| Value::Short)?,
-            WireType::LengthDelimited => {
-                let length = usize::try_from(varint(rest)?).ok()?;
-                Value::Bytes(rest.split_off(..length)?)
-            }
-            WireType::StartGroup | WireType::EndGroup => return None,
-        };
-        Some(Self { number, value, length: before - rest.len() })
-    }
+/// The field that begins there, with its number; `at` is its end then. `None`: the end of all, or damage.
+#[inline(always)]
+fn field<'a>(bytes: &'a [u8], at: &mut usize) -> Option<(u32, Value<'a>)> {
+    let key = u32::try_from(varint(bytes, at)?).ok()?;
+    let value = match key & 7 {
+        0 => Value::Varint(varint(bytes, at)?),
+        1 => Value::Fixed(u64::from_le_bytes(*take(bytes, at, 8)?.first_chunk()?)),
+        2 => {
+            let length = usize::try_from(varint(bytes, at)?).ok()?;
+            Value::Bytes(take(bytes, at, length)?)
+        }
+        5 => take(bytes, at, 4).map(|_| Value::Short)?,
+        // A group, or nothing that there is.
+        _ => return None,
+    };
+    Some((key >> 3, value))
+}
+
+#[inline(always)]
+fn take<'a>(bytes: &'a [u8], at: &mut usize, length: usize) -> Option<&'a [u8]> {
+    let taken = bytes.get(*at..at.checked_add(length)?)?;
+    *at += length;
+    Some(taken)
 }
 
 /// Nearly all are of one byte.
-fn varint(rest: &mut &[u8]) -> Option<u64> {
-    match *rest {
-        [byte @ 0..0x80, behind @ ..] => {
-            *rest = behind;
-            Some(u64::from(*byte))
-        }
-        _ => decode_varint(rest).ok(),
+#[inline(always)]
+fn varint(bytes: &[u8], at: &mut usize) -> Option<u64> {
+    let first = *bytes.get(*at)?;
+    if first < 0x80 {
+        *at += 1;
+        return Some(first.into());
     }
+    long_varint(bytes, at)
+}
+
+#[cold]
+fn long_varint(bytes: &[u8], at: &mut usize) -> Option<u64> {
+    let mut rest = &bytes[*at..];
+    let number = decode_varint(&mut rest).ok()?;
+    *at = bytes.len() - rest.len();
+    Some(number)
 }
 
 impl v1::Span {
@@ -238,10 +289,15 @@ mod tests {
         let first = raw(&came).next().unwrap();
         assert_eq!((first.trace_id, first.kind, first.end_unix_ns), ([7; 16].as_slice(), SpanKind::Consumer, 9));
         assert_eq!(v1::Process::decode(first.process).unwrap().instance, "i");
-        let mut rest = Vec::new();
-        first.without(&[number::NAME, number::PROCESS, number::END], &mut rest);
-        let expected = v1::Span { name: String::new(), end_unix_ns: 0, process: None, ..span("a") };
-        assert_eq!(v1::Span::decode(&rest[..]).unwrap(), expected);
+        let (mut anywhere, mut nobodys) = (Vec::new(), Vec::new());
+        first.without_place(&mut anywhere);
+        assert_eq!(v1::Span::decode(&anywhere[..]).unwrap(), v1::Span { end_unix_ns: 0, ..span("a") });
+        first.without_process(&mut nobodys);
+        assert_eq!(v1::Span::decode(&nobodys[..]).unwrap(), v1::Span { process: None, ..span("a") });
+        let busy = v1::Span { events: vec![v1::SpanEvent::default(); 2], ..span("a") };
+        let (bytes, mut quiet) = (busy.encode_to_vec(), Vec::new());
+        Raw::read(&bytes).unwrap().without_events(&mut quiet);
+        assert_eq!(quiet, span("a").encode_to_vec());
     }
 
     #[test]
@@ -250,6 +306,10 @@ mod tests {
         let wrong = v1::Span { parent_span_id: vec![1; 7], ..span("a") };
         let short = v1::Span { trace_id: vec![1; 15], ..span("a") };
         assert_eq!(raw(&pack(&[none, wrong, short, span("b")])).count(), 1);
+        // What is there twice would be left out once.
+        let twice =
+            [pack(&[span("a")])[2..].to_vec(), vec![(number::END << 3 | 1) as u8, 1, 0, 0, 0, 0, 0, 0, 0]].concat();
+        assert_eq!(Raw::read(&twice), None);
         // Number 6 was a text once.
         let mut of_old = Vec::new();
         write::message(&mut of_old, number::SPAN, |span| {
@@ -262,13 +322,26 @@ mod tests {
 
     proptest! {
         #[test]
-        fn never_panics(bytes in prop::collection::vec(any::<u8>(), 0..300), numbers in prop::collection::vec(1_u32..20, 0..3)) {
+        fn never_panics(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
             assert!(unpack(&bytes).count() <= bytes.len());
             Raw::read(&bytes);
-            let mut rest = Vec::new();
-            Raw { bytes: &bytes, ..Raw::default() }.without(&numbers, &mut rest);
-            assert!(rest.len() <= bytes.len());
             assert!(raw(&bytes).count() <= each(&bytes).count());
+        }
+
+        #[test]
+        fn what_is_left_out_is_all_that_is_missing(
+            parent in prop::bool::ANY, start_unix_ns in 0..u64::MAX, end_unix_ns in 0..3_u64, name in ".{0,200}", of_process in prop::bool::ANY,
+        ) {
+            let parent_span_id = if parent { vec![4; 8] } else { Vec::new() };
+            let process = of_process.then(|| v1::Process { service: name.clone(), instance: name.clone() });
+            let whole = v1::Span { parent_span_id, start_unix_ns, end_unix_ns, process, ..span(&name) };
+            let bytes = whole.encode_to_vec();
+            let (raw, mut anywhere, mut nobodys) = (Raw::read(&bytes).unwrap(), Vec::new(), Vec::new());
+            raw.without_place(&mut anywhere);
+            raw.without_process(&mut nobodys);
+            let expected = v1::Span { parent_span_id: Vec::new(), start_unix_ns: 0, end_unix_ns: 0, ..whole.clone() };
+            assert_eq!(v1::Span::decode(&anywhere[..]).unwrap(), expected);
+            assert_eq!(v1::Span::decode(&nobodys[..]).unwrap(), v1::Span { process: None, ..whole });
         }
     }
 }

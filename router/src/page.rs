@@ -188,7 +188,7 @@ impl Subscription {
 fn without_events(packed: &[u8]) -> Vec<v1::Span> {
     let mut rest = Vec::with_capacity(packed.len());
     for span in raw(packed) {
-        write::message(&mut rest, number::SPAN, |to| span.without(&[number::EVENT], to));
+        write::message(&mut rest, number::SPAN, |to| span.without_events(to));
     }
     unpack(&rest).collect()
 }

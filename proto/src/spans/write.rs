@@ -44,6 +44,7 @@ pub fn flags(kind: SpanKind) -> u32 {
 }
 
 /// A message whose fields `content` writes.
+#[inline]
 pub fn message(buf: &mut Vec<u8>, number: u32, content: impl FnOnce(&mut Vec<u8>)) {
     key(buf, number, WireType::LengthDelimited);
     let at = buf.len();
@@ -62,6 +63,7 @@ pub fn message(buf: &mut Vec<u8>, number: u32, content: impl FnOnce(&mut Vec<u8>
 }
 
 /// Bytes, or a text.
+#[inline]
 pub fn bytes(buf: &mut Vec<u8>, number: u32, value: &[u8]) {
     key(buf, number, WireType::LengthDelimited);
     plain(buf, value.len() as u64);
@@ -69,28 +71,33 @@ pub fn bytes(buf: &mut Vec<u8>, number: u32, value: &[u8]) {
 }
 
 /// A number of an enum, an `int64`, or a `bool`.
+#[inline]
 pub fn varint(buf: &mut Vec<u8>, number: u32, value: u64) {
     key(buf, number, WireType::Varint);
     plain(buf, value);
 }
 
 /// A `fixed64`, or the bits of a `double`.
+#[inline]
 pub fn fixed64(buf: &mut Vec<u8>, number: u32, value: u64) {
     key(buf, number, WireType::SixtyFourBit);
     buf.extend_from_slice(&value.to_le_bytes());
 }
 
 /// A `fixed32`.
+#[inline]
 pub fn fixed32(buf: &mut Vec<u8>, number: u32, value: u32) {
     key(buf, number, WireType::ThirtyTwoBit);
     buf.extend_from_slice(&value.to_le_bytes());
 }
 
+#[inline]
 fn key(buf: &mut Vec<u8>, number: u32, wire_type: WireType) {
     plain(buf, u64::from(number << 3 | wire_type as u32));
 }
 
 /// Nearly all are of one byte.
+#[inline]
 fn plain(buf: &mut Vec<u8>, value: u64) {
     match u8::try_from(value) {
         Ok(byte @ 0..0x80) => buf.push(byte),

@@ -12,7 +12,6 @@ use opentelemetry_proto::tonic::common::v1::InstrumentationScope;
 use opentelemetry_proto::tonic::resource::v1::Resource;
 use prost::Message;
 use tandem_proto::codec::Codec;
-use tandem_proto::spans::write::number;
 use tandem_proto::{spans, v1};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
@@ -205,8 +204,8 @@ impl Sending {
     fn request(&self, packed: &[u8]) -> (Export, u64) {
         let (mut processes, mut count) = (BTreeMap::<_, Vec<Vec<u8>>>::new(), 0);
         for raw in spans::raw(packed) {
-            let mut span = Vec::new();
-            raw.without(&[number::PROCESS], &mut span);
+            let mut span = Vec::with_capacity(raw.bytes().len());
+            raw.without_process(&mut span);
             processes.entry(raw.process).or_default().push(span);
             count += 1;
         }

@@ -17,12 +17,14 @@ use tandem_telemetry::{Value, phase};
 /// What is a child of the request itself ends so long before it: Jaeger's critical path goes from the end of a span to
 /// the child that ended last, which shall be a phase.
 const BEFORE_END_NS: u64 = 2_000;
+/// Room for what a span says beside what it came with: that it was cut, and how long it is.
+const MORE_BYTES: usize = 64;
 
 /// The router's spans as they are, and behind them the nodes' in their parents, packed.
 pub fn nest(own: &[Raw<'_>], of_nodes: &[Raw<'_>]) -> Vec<u8> {
     let mut nest = Nest::of(own, of_nodes);
     (own.len()..nest.places.len()).for_each(|index| nest.place(index));
-    let mut packed = Vec::new();
+    let mut packed = Vec::with_capacity(own.iter().chain(of_nodes).map(|span| span.bytes().len() + MORE_BYTES).sum());
     own.iter().for_each(|span| span.pass(&mut packed));
     for (span, place) in of_nodes.iter().zip(&nest.places[own.len()..]) {
         place.write(span, &mut packed);
@@ -80,7 +82,7 @@ impl Place {
             return span.pass(packed);
         }
         write::message(packed, number::SPAN, |to| {
-            span.without(&[number::PARENT_SPAN_ID, number::START, number::END], to);
+            span.without_place(to);
             if let Some(parent) = self.parent {
                 write::bytes(to, number::PARENT_SPAN_ID, &parent.to_be_bytes());
             }

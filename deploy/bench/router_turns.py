@@ -1,0 +1,87 @@
+#!/usr/bin/env python3
+"""Two builds of the router in turns, under the same load: what a change costs or gives.
+
+    deploy/bench/router_turns.py BEFORE AFTER
+
+BEFORE and AFTER are folders with tandem-router, tandem-prefill-node and tandem-decode-node: of a worktree of another
+commit, built there, and of this one. Each router has nodes of its own commit, simulated. The load is `tandem bench` of
+this build in all turns, as what it sends changes from commit to commit, too.
+
+Each round runs every row with both, the order changing from round to round. CPU time is that of all of the router's
+threads, by the kernel's schedstat. The last column is the median of the rounds' ratios (after ÷ before), with the
+quartiles. Rows: `short` has 200 requests a second of 8 tokens, `long` 64 streams of 400 tokens at a time.
+"""
+import argparse
+import pathlib
+import signal
+import statistics
+import tempfile
+
+import cluster
+from seen_instructions import Program
+from target_dir import TARGET_DIR
+
+# Of an answer, how it is asked for, and how many there are.
+LOADS = {
+    "short": (8, ["--rate", "200"], 800),
+    "long": (400, ["--concurrency", "64"], 256),
+}
+WARM_UP = 200
+
+
+def cpu_us(pid):
+    """Of all of its threads so far."""
+    tasks = pathlib.Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e3
+
+
+def turn(programs, tandem, model, api, load):
+    """CPU time of the router for a request, in microseconds, and the median TTFT in milliseconds."""
+    tokens, how, requests = LOADS[load]
+    with tempfile.TemporaryDirectory(prefix="tandem-turns-") as folder:
+        started = []
+        try:
+            flags = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", model, "--local-prefill", "never"]
+            started.append(router := Program(folder, "router", [programs / "tandem-router", *flags]))
+            http, grpc = router.said(r"http=(\S+)"), router.said(r"grpc=(\S+)")
+            for role in ("prefill", "decode"):
+                words = ["--listen", "127.0.0.1:0", "--router", grpc, "--model", model]
+                started.append(Program(folder, role, [programs / f"tandem-{role}-node", *words, "--simulated"]))
+                started[-1].said(r"(joined the router)")
+            whom = ["--url", grpc.replace("http://", "grpc://"), "--http", http] if api == "gRPC" else ["--url", http]
+            asked = ["--input", "96", "--output", str(tokens), *how, "--warmup", "0"]
+            cluster.bench(tandem, *whom, *asked, "--requests", str(WARM_UP))
+            before = cpu_us(router.process.pid)
+            measured = cluster.bench(tandem, *whom, *asked, "--requests", str(requests))
+            return (cpu_us(router.process.pid) - before) / requests, measured
+        finally:
+            for program in started:
+                program.end(signal.SIGKILL)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=pathlib.Path)
+    parser.add_argument("after", type=pathlib.Path)
+    default = pathlib.Path.home() / ".cache/tandem/SmolLM2-135M-Instruct.Q4_1.gguf"
+    parser.add_argument("--model", type=pathlib.Path, default=default, help="of the router")
+    parser.add_argument("--tandem", type=pathlib.Path, default=TARGET_DIR / "release/tandem", help="whose bench is the load")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rows", default="gRPC short,HTTP short,gRPC long,HTTP long")
+    args = parser.parse_args()
+    print("| API, load | before, µs of CPU time a request | after | after ÷ before (quartiles) |")
+    print("|---|---:|---:|---:|")
+    for row in args.rows.split(","):
+        api, load = row.split()
+        pairs = []
+        for number in range(args.rounds):
+            order = [args.before, args.after] if number % 2 == 0 else [args.after, args.before]
+            cost = {programs: turn(programs, args.tandem, args.model, api, load)[0] for programs in order}
+            pairs.append((cost[args.before], cost[args.after]))
+        before, after = (statistics.median(column) for column in zip(*pairs))
+        low, ratio, high = statistics.quantiles([b / a for a, b in pairs], n=4)
+        print(f"| {row} | {before:,.0f} | {after:,.0f} | **{ratio:.3f}** ({low:.3f} to {high:.3f}) |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
