@@ -43,17 +43,18 @@ def turn(programs, tandem, model, api, load):
         try:
             flags = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", model, "--local-prefill", "never"]
             started.append(router := Program(folder, "router", [programs / "tandem-router", *flags]))
-            http, grpc = router.said(r"http=(\S+)"), router.said(r"grpc=(\S+)")
+            http, grpc = (router.said(api + r"=(?:http://)?(\S+)") for api in ("http", "grpc"))
             for role in ("prefill", "decode"):
-                words = ["--listen", "127.0.0.1:0", "--router", grpc, "--model", model]
-                started.append(Program(folder, role, [programs / f"tandem-{role}-node", *words, "--simulated"]))
+                words = ["--listen", "127.0.0.1:0", "--router", f"http://{grpc}", "--model", model]
+                words += ["--simulated", "--simulated-step-us", "1000"]
+                started.append(Program(folder, role, [programs / f"tandem-{role}-node", *words]))
                 started[-1].said(r"(joined the router)")
-            whom = ["--url", grpc.replace("http://", "grpc://"), "--http", http] if api == "gRPC" else ["--url", http]
+            whom = ["--url", f"grpc://{grpc}", "--http", f"http://{http}"] if api == "gRPC" else ["--url", f"http://{http}"]
             asked = ["--input", "96", "--output", str(tokens), *how, "--warmup", "0"]
             cluster.bench(tandem, *whom, *asked, "--requests", str(WARM_UP))
             before = cpu_us(router.process.pid)
             measured = cluster.bench(tandem, *whom, *asked, "--requests", str(requests))
-            return (cpu_us(router.process.pid) - before) / requests, measured
+            return (cpu_us(router.process.pid) - before) / requests, measured["median_ttft_ms"]
         finally:
             for program in started:
                 program.end(signal.SIGKILL)
@@ -69,18 +70,21 @@ def main():
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rows", default="gRPC short,HTTP short,gRPC long,HTTP long")
     args = parser.parse_args()
-    print("| API, load | before, µs of CPU time a request | after | after ÷ before (quartiles) |")
-    print("|---|---:|---:|---:|")
+    print("| API, load | CPU time a request before, µs | after | after ÷ before (quartiles) | TTFT p50 before, ms | after |")
+    print("|---|---:|---:|---:|---:|---:|")
     for row in args.rows.split(","):
         api, load = row.split()
-        pairs = []
+        turns = {args.before: [], args.after: []}
         for number in range(args.rounds):
-            order = [args.before, args.after] if number % 2 == 0 else [args.after, args.before]
-            cost = {programs: turn(programs, args.tandem, args.model, api, load)[0] for programs in order}
-            pairs.append((cost[args.before], cost[args.after]))
-        before, after = (statistics.median(column) for column in zip(*pairs))
-        low, ratio, high = statistics.quantiles([b / a for a, b in pairs], n=4)
-        print(f"| {row} | {before:,.0f} | {after:,.0f} | **{ratio:.3f}** ({low:.3f} to {high:.3f}) |", flush=True)
+            for programs in [args.before, args.after] if number % 2 == 0 else [args.after, args.before]:
+                turns[programs].append(turn(programs, args.tandem, args.model, api, load))
+        cpu, ttft = (
+            [[measured[which] for measured in turns[programs]] for programs in (args.before, args.after)] for which in (0, 1)
+        )
+        low, ratio, high = statistics.quantiles([after / before for before, after in zip(*cpu)], n=4)
+        before, after, ttft_before, ttft_after = (statistics.median(each) for each in (*cpu, *ttft))
+        ratios = f"**{ratio:.3f}** ({low:.3f} to {high:.3f})"
+        print(f"| {row} | {before:,.0f} | {after:,.0f} | {ratios} | {ttft_before:.2f} | {ttft_after:.2f} |", flush=True)
 
 
 if __name__ == "__main__":
