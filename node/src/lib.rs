@@ -7,7 +7,8 @@
 //!   [`device`]: on what it computes; [`processor`]: the cores that it shares with other nodes; [`warm_turn`]: nodes
 //!   that share a core warm up in turns.
 //! - [`serve`]: listeners, gRPC with health, the admin port, membership, and the drain that ends them.
-//! - [`credentials`]: what a node shows to the others of its cluster, and asks of them.
+//! - [`credentials`]: what a node shows to the others of its cluster, and asks of them. [`reload`]: what it reads again
+//!   at SIGHUP.
 //! - [`routers`]: which routers there are, by [`router_address`]; [`membership`]: the stream to one of them; [`lives`]:
 //!   what each of them has here, which ends with its session; [`life_secrets`]: how the next session proves that;
 //!   [`lease`]: how long a session lives without a word;
@@ -43,6 +44,7 @@ pub mod membership;
 pub mod node;
 pub mod processor;
 pub mod reach;
+pub mod reload;
 pub mod request;
 pub mod router_address;
 pub mod routers;

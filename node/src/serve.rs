@@ -11,7 +11,7 @@ use tandem_ports::{
     KeepAlive, Limits, NODE_STREAMS, Port, connections_within, raise_descriptor_limit, reactor_threads, serve_grpc,
     serve_http,
 };
-use tandem_telemetry::{LogFormat, MetricsExport};
+use tandem_telemetry::{LogFilter, LogFormat, MetricsExport};
 use tokio::net::TcpListener;
 use tokio::runtime::Builder;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -45,10 +45,10 @@ pub fn prepare_environment() {
 /// Runs the life of the process; its error is one line on stderr and exit code 1. (Wrong flags are clap's: code 2.)
 pub fn run_process(
     service: &'static str,
-    log_format: LogFormat,
+    (filter, format): (LogFilter, LogFormat),
     life: impl Future<Output = anyhow::Result<()>>,
 ) -> ExitCode {
-    let mut log = tandem_telemetry::init_logging(service, log_format);
+    let mut log = tandem_telemetry::init_logging(service, &filter, format);
     raise_descriptor_limit();
     // The engine has its own threads, and UCX has; these, two at most, only wait for sockets.
     let runtime = Builder::new_multi_thread().worker_threads(reactor_threads().min(2)).enable_all().build();
@@ -136,7 +136,6 @@ impl Running {
         let running = Self { node: node_of, service, health, signals, stop: stop_of, drain, grpc: grpc_task, metrics };
         tokio::spawn(serve_http(admin, admin::routes(node.clone()), stop.clone()));
         let endpoint = endpoint(config, grpc.port());
-        credentials.follow_files()?;
         tokio::spawn(routers::stay_joined(node.clone(), config.routers.clone(), credentials, endpoint, stop));
         writeln!(
             std::io::stdout(),

@@ -4,7 +4,7 @@
 //! another.
 use sha2::{Digest, Sha256};
 
-use crate::join::same;
+use crate::join_token::same;
 
 /// Bytes of a secret, and of its digest.
 pub const LIFE_SECRET_BYTES: usize = 32;
