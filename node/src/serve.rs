@@ -11,6 +11,7 @@ use tandem_ports::{
     KeepAlive, Limits, NODE_STREAMS, Port, connections_within, raise_descriptor_limit, reactor_threads, serve_grpc,
     serve_http,
 };
+use tandem_telemetry::exposition::OPEN_METRICS;
 use tandem_telemetry::{LogFilter, LogFormat, MetricsExport};
 use tokio::net::TcpListener;
 use tokio::runtime::Builder;
@@ -129,8 +130,8 @@ impl Running {
         let _ = node.ports.set([("grpc", port.places()), ("admin", admin.places())]);
         let server = serve_grpc(port, routes.add_service(health_service), NODE_STREAMS, KEEP_ALIVE, stop.clone());
         let (drain, grpc_task) = (config.drain_timeout, tokio::spawn(server));
-        let scraped = node.clone();
-        let text = Arc::new(move || admin::metrics_text(&scraped));
+        let scraped = admin::Metrics::new(&node);
+        let text = Arc::new(move || scraped.text(Some(OPEN_METRICS)).1);
         let metrics = MetricsExport::start(service_name(node.role), &node.node_id, &config.collector, text)?;
         let (node_of, stop_of) = (node.clone(), stop.clone());
         let running = Self { node: node_of, service, health, signals, stop: stop_of, drain, grpc: grpc_task, metrics };

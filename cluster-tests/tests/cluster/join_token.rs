@@ -71,8 +71,11 @@ async fn a_hangup_brings_the_next_token_and_filter_and_ends_no_process() -> anyh
     }
     cluster.restart_decode().await?;
     assert_eq!(cluster.answer(question()).await?.tokens, before.tokens, "who starts has the next one");
+    assert_eq!(metric(&cluster.prefill, "tandem_strangers_refused_total").await?, 0.0);
+    let metrics = cluster.get("/metrics").await?.text().await?;
+    let refused = metrics.lines().find(|line| line.starts_with("tandem_strangers_refused_total"));
+    assert!(refused.is_some_and(|line| line.ends_with(" 0")), "{refused:?}");
     for process in [&cluster.router, &cluster.prefill] {
-        assert_eq!(metric(process, "tandem_strangers_refused_total").await?, 0.0);
         let changed = |line: &&str| line.contains("flag=\"log-filter\"") && line.contains("this holds from now on");
         assert_eq!(process.log().lines().filter(changed).count(), 2, "{}", process.log());
     }

@@ -3,6 +3,7 @@
 //! - [`clock`]: one (wall clock, monotonic clock) pair per process, so that phases tile exactly.
 //! - [`phase`]: a finished phase of a request as the bytes of a `v1::Span`, built from exact start and end times.
 //! - [`export`]: those spans to an OTLP/gRPC collector, in the background; `otlp` says of whom they are.
+//! - [`exposition`]: the text of `/metrics`, and histograms that point to traces.
 //! - [`metrics_export`]: the figures of `/metrics` to the collector; `openmetrics` reads their text, `convert` makes
 //!   OTLP's messages of it. [`collector`]: the flags that say where all this goes, `headers` with what.
 //! - [`logging`]: the lines on stderr, for people or programs, and the ids of the request that they are about;
@@ -19,6 +20,7 @@ pub mod clock;
 pub mod collector;
 mod convert;
 pub mod export;
+pub mod exposition;
 mod fields;
 mod headers;
 mod log_export;
