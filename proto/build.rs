@@ -13,7 +13,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     tonic_prost_build::configure()
         .codec_path("crate::codec::Codec")
         // They hold secrets: `src/secrets.rs` prints them without.
-        .skip_debug(["tandem.v1.HandoffKey", "tandem.v1.Deliver", "tandem.v1.Reserved", "tandem.v1.RequestSpec"])
+        .skip_debug(
+            ["HandoffKey", "LifeSecret", "Deliver", "Reserved", "RequestSpec"].map(|of| format!("tandem.v1.{of}")),
+        )
         .compile_fds(descriptors)?;
     Ok(())
 }

@@ -162,6 +162,7 @@ fn register() -> v1::Register {
         kv_order: "bf16-pairs".into(),
         life: 1,
         link: 1,
+        ..v1::Register::default()
     }
 }
 

@@ -22,9 +22,9 @@ each program says the same.
   file. An empty variable counts as none.
 - [Exit codes](../operate.md#exit-codes) are on a page of their own.
 
-Variables that are no flags: `RUST_LOG` chooses log lines (`info` by default; `access=off` leaves
-out the line of each request), `UCX_*` reach UCX as they are, `CUDA_VISIBLE_DEVICES` chooses the
-GPUs that a node may see.
+Variables that are no flags: `RUST_LOG` chooses log lines where `--log-filter` does not (`info` by
+default; `access=off` leaves out the line of each request), `UCX_*` reach UCX as they are,
+`CUDA_VISIBLE_DEVICES` chooses the GPUs that a node may see.
 ";
 
 #[test]

@@ -277,7 +277,7 @@ impl Generate<'_> {
                     }
                     self.stalled(trace, "engine", last, at);
                     let gap = at.saturating_duration_since(last);
-                    self.node.figures.inter_token_seconds.observe(gap.as_secs_f64(), self.request.parent.trace_id);
+                    self.node.figures.next_token(gap, self.request.parent.trace_id);
                     (tokens, last) = (tokens + 1, at);
                     self.node.work.count_tokens(0, 1);
                     self.node.figures.drafted(drafts);

@@ -4,10 +4,10 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use tandem_config::DECODE;
+use tandem_config::{DECODE, Resolved};
 use tandem_decode_node::{Args, SERVICE_NAME, routes};
 use tandem_kvtransfer::Faults;
-use tandem_node::{Listeners, Node, Running, aside, check, prepare_environment, run_process};
+use tandem_node::{Listeners, Node, Running, aside, check, prepare_environment, reload, run_process};
 use tandem_proto::v1::Role;
 
 fn main() -> ExitCode {
@@ -19,12 +19,14 @@ fn main() -> ExitCode {
     if resolved.is_check() {
         return resolved.answer(check(args.node, Role::Decode));
     }
-    run_process("tandem-decode", args.node.log_format, live(args))
+    let log = (args.node.log_filter.clone().unwrap_or_default(), args.node.log_format);
+    run_process("tandem-decode", log, live(args, resolved))
 }
 
-async fn live(args: Args) -> anyhow::Result<()> {
+async fn live(args: Args, resolved: Resolved) -> anyhow::Result<()> {
     let lease = Duration::from_millis(args.handoff_lease_ms.into());
     let config = args.node.resolve(Role::Decode)?;
+    reload::at_hangup(resolved, config.credentials.clone())?;
     let listeners = Listeners::bind(&config).await?;
     let node = Node::start(&config, Faults::default()).await?;
     let routes = routes(node.clone(), lease);

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use tandem_config::{Environment, ROUTER, Resolved};
 use tandem_gguf::Header;
-use tandem_ports::{JoinToken, Tls, TlsFiles};
+use tandem_ports::{JoinToken, JoinTokens, Tls, TlsFiles};
 use tandem_router::admission::keys::Keys;
 use tandem_router::http::Origin;
 use tandem_router::limits::pools::Pools;
@@ -85,7 +85,7 @@ fn secrets(data: &[u8]) {
         assert_eq!(token.header().len(), 64);
     }
     with_file(data, |path| {
-        let _ = JoinToken::load(path);
+        let _ = JoinTokens::load(path);
         let path = path.to_owned();
         let _ = Tls::read(&TlsFiles { cert: path.clone(), key: path.clone(), client_ca: Some(path) });
     });

@@ -101,7 +101,7 @@ async fn a_ticket_with_a_foreign_address_or_build_is_refused_before_ucx_sees_it(
 
 #[tokio::test]
 async fn an_address_of_another_key_is_refused_before_ucx_sees_it() {
-    let keyed = |byte| UcxConfig { address_key: [byte; 32], ..UcxConfig::new(UcxProfile::Shm) };
+    let keyed = |byte| UcxConfig { address_keys: [byte; 32].into(), ..UcxConfig::new(UcxProfile::Shm) };
     let Some(sender) = or_skip(UcxTransport::start(arena(1), keyed(1))) else { return };
     let receiver = UcxTransport::start(arena(1), keyed(2)).expect("the first one started");
     let ticket = receiver.accept(grant(1, vec![0])).expect("accept").ticket();

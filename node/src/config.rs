@@ -12,7 +12,7 @@ use tandem_engine::{KvDtype, Speculate};
 use tandem_proto::device::DeviceChoice;
 use tandem_proto::v1::Role;
 use tandem_proto::{BLOCK_TOKENS, DEFAULT_BLOCK_TOKENS};
-use tandem_telemetry::{Collector, LogFormat};
+use tandem_telemetry::{Collector, LogFilter, LogFormat};
 
 use crate::credentials::{Credentials, CredentialsArgs};
 use crate::kv_memory::KvMemory;
@@ -115,6 +115,10 @@ pub struct NodeArgs {
     /// How log lines look: `text` for people, `json` for programs.
     #[arg(long, value_name = "text|json", default_value_t)]
     pub log_format: LogFormat,
+    /// Which lines are logged, such as warn or info,tandem_node=debug. The file's is read again at SIGHUP [default:
+    /// that of RUST_LOG, or info]
+    #[arg(long, value_name = "FILTER")]
+    pub log_filter: Option<LogFilter>,
     /// Who gets spans, log lines and metrics.
     #[command(flatten)]
     pub collector: Collector,

@@ -1,13 +1,12 @@
 //! What this process shows to the others of its cluster, and asks of them: the join token, and a certificate. Flags to
-//! files to [`Credentials`], once; the files of the certificate are read again while the node runs.
+//! files to [`Credentials`], once; the files are read again while the node runs.
 use std::path::PathBuf;
 
-use anyhow::{Context, bail};
+use anyhow::bail;
 use clap::Args;
 use http::HeaderMap;
-use tandem_ports::{JOIN_HEADER, JoinGuard, JoinToken, NodeTls, NodeTlsFiles, PeerRole, Wanted};
+use tandem_ports::{JOIN_HEADER, JoinGuard, JoinTokens, NodeTls, NodeTlsFiles, PeerRole, Wanted};
 use tandem_proto::v1::Role;
-use tokio::signal::unix::{SignalKind, signal};
 use tonic::Request;
 use tonic::metadata::MetadataMap;
 use tonic::transport::{Channel, Endpoint};
@@ -18,7 +17,8 @@ use crate::router_address::RouterAddress;
 /// Their flags.
 #[derive(Args, Debug)]
 pub struct CredentialsArgs {
-    /// File with the cluster's secret, the same on router and nodes: calls without it are refused.
+    /// File with the cluster's secret, the same on router and nodes: calls without it are refused. A second line holds
+    /// a token that is accepted and not shown. Read again at SIGHUP, and when it changes.
     #[arg(long, value_name = "FILE")]
     pub join_token_file: Option<PathBuf>,
     /// This node's certificate, PEM: it joins by https:// and is called within TLS 1.3 only, and both sides show a
@@ -42,7 +42,7 @@ pub struct CredentialsArgs {
 #[derive(Clone, Debug, Default)]
 pub struct Credentials {
     /// The cluster's secret.
-    pub join: Option<JoinToken>,
+    pub join: Option<JoinTokens>,
     /// This process's certificate.
     pub tls: Option<NodeTls>,
 }
@@ -53,7 +53,7 @@ impl CredentialsArgs {
     /// # Errors
     /// The first file that cannot be used, and why.
     pub fn read(self, role: Role) -> anyhow::Result<Credentials> {
-        let join = self.join_token_file.as_deref().map(JoinToken::load).transpose()?;
+        let join = self.join_token_file.as_deref().map(JoinTokens::load).transpose()?;
         let files = self.node_tls_cert.zip(self.node_tls_key).zip(self.node_tls_ca);
         let files = files.map(|((cert, key), ca)| NodeTlsFiles { cert, key, ca, any_name: self.node_tls_any_name });
         let role = if role == Role::Decode { PeerRole::Decode } else { PeerRole::Prefill };
@@ -127,22 +127,15 @@ impl Credentials {
         request
     }
 
-    /// Reads the certificate's files again when they change, and at SIGHUP, until the process ends. Without a
-    /// certificate that signal ends the process, as it does with most.
-    ///
-    /// # Errors
-    /// The system refuses the signal's handler.
-    pub fn follow_files(&self) -> anyhow::Result<()> {
-        let Some(tls) = self.tls.clone() else { return Ok(()) };
-        tokio::spawn(tls.clone().follow_files());
-        let mut hangups = signal(SignalKind::hangup()).context("cannot handle signals")?;
-        tokio::spawn(async move {
-            while hangups.recv().await.is_some() {
-                let tls = tls.clone();
-                // Files may lie on slow disks, and a panic there is in the log.
-                let _ = tokio::task::spawn_blocking(move || tls.read_again()).await;
-            }
-        });
-        Ok(())
+    /// Reads the files again, as SIGHUP asks for.
+    pub fn read_again(&self) {
+        self.join.iter().for_each(JoinTokens::read_again);
+        self.tls.iter().for_each(NodeTls::read_again);
+    }
+
+    /// Reads the files again when they change, until the process ends.
+    pub fn follow_files(self) {
+        self.join.map(|join| tokio::spawn(join.follow_file()));
+        self.tls.map(|tls| tokio::spawn(tls.follow_files()));
     }
 }

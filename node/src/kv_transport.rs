@@ -9,10 +9,10 @@ use anyhow::{bail, ensure};
 use clap::{Args, ValueEnum};
 use tandem_kvtransfer::select::{Need, TransportConfig, TransportKind, Wanted, select};
 use tandem_kvtransfer::tcp::{Protection, TcpConfig};
-use tandem_kvtransfer::ucx::{SETTINGS, UcxConfig, UcxProfile};
+use tandem_kvtransfer::ucx::{AddressKeys, SETTINGS, UcxConfig, UcxProfile};
 use tandem_kvtransfer::{Arena, Faults, TransferError, TransferErrorKind, Transports};
 use tandem_memory::Place;
-use tandem_ports::JoinToken;
+use tandem_ports::JoinTokens;
 
 use crate::reach::{self, Fabric};
 
@@ -243,7 +243,7 @@ impl KvTransportConfig {
     pub fn start(
         &self,
         arena: &Arc<Arena>,
-        join: Option<&JoinToken>,
+        join: Option<&JoinTokens>,
         faults: Faults,
     ) -> Result<Transports, TransferError> {
         if !self.operators.is_empty() {
@@ -284,9 +284,10 @@ impl KvTransportConfig {
         }
     }
 
-    fn ucx(&self, profile: UcxProfile, join: Option<&JoinToken>, faults: Faults) -> UcxConfig {
+    fn ucx(&self, profile: UcxProfile, join: Option<&JoinTokens>, faults: Faults) -> UcxConfig {
         // Addresses that nodes of this cluster made, and nobody else: without a token anybody could have.
-        let address_key = join.map_or([0; 32], |join| join.derive("tandem kv addresses"));
+        let keys = |join: JoinTokens| AddressKeys::new(move || join.derive_all("tandem kv addresses"));
+        let address_keys = join.cloned().map_or_else(AddressKeys::default, keys);
         let operators = self.operators.iter().filter_map(|(name, _)| name.strip_prefix("UCX_").map(str::to_owned));
         let usual = UcxConfig::new(profile);
         UcxConfig {
@@ -297,7 +298,7 @@ impl KvTransportConfig {
             stall_timeout: self.stall,
             grace: self.grace,
             faults,
-            address_key,
+            address_keys,
             one_copy: usual.one_copy && self.one_copy == OneCopyArg::Auto,
             ..usual
         }

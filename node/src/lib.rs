@@ -7,9 +7,11 @@
 //!   [`device`]: on what it computes; [`processor`]: the cores that it shares with other nodes; [`warm_turn`]: nodes
 //!   that share a core warm up in turns.
 //! - [`serve`]: listeners, gRPC with health, the admin port, membership, and the drain that ends them.
-//! - [`credentials`]: what a node shows to the others of its cluster, and asks of them.
+//! - [`credentials`]: what a node shows to the others of its cluster, and asks of them. [`reload`]: what it reads again
+//!   at SIGHUP.
 //! - [`routers`]: which routers there are, by [`router_address`]; [`membership`]: the stream to one of them; [`lives`]:
-//!   what each of them has here, which ends with its session; [`lease`]: how long a session lives without a word;
+//!   what each of them has here, which ends with its session; [`life_secrets`]: how the next session proves that;
+//!   [`lease`]: how long a session lives without a word;
 //!   [`kv_feed`]: what a router is told of the prefix cache; [`clock_offset`]: how far this host's clock is from a
 //!   router's.
 //! - [`admin`]: `/health` and `/metrics`.
@@ -36,11 +38,13 @@ pub mod kv_feed;
 pub mod kv_memory;
 pub mod kv_transport;
 pub mod lease;
+pub mod life_secrets;
 pub mod lives;
 pub mod membership;
 pub mod node;
 pub mod processor;
 pub mod reach;
+pub mod reload;
 pub mod request;
 pub mod router_address;
 pub mod routers;

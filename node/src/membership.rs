@@ -30,6 +30,7 @@ use crate::clock_offset::RouterKey;
 use crate::credentials::Credentials;
 use crate::kv_feed::KvFeed;
 use crate::lease::Lease;
+use crate::life_secrets::LifeSecrets;
 use crate::lives::Session;
 use crate::node::Node;
 use crate::trace::StrayQueue;
@@ -116,6 +117,7 @@ pub struct Link {
     endpoint: String,
     key: RouterKey,
     strays: StrayQueue,
+    secrets: LifeSecrets,
     state: State,
     backoff: Duration,
     /// The router's, as it said when it was joined last.
@@ -126,7 +128,8 @@ impl Link {
     /// To this router, whose place among them is `key`.
     pub fn new(node: &Node, router: RouterWay, endpoint: String, key: RouterKey) -> Self {
         let strays = node.spans.strays.queue();
-        Self { router, endpoint, key, strays, state: State::New, backoff: FIRST_BACKOFF, lease: None }
+        let (secrets, state) = (LifeSecrets::default(), State::New);
+        Self { router, endpoint, key, strays, secrets, state, backoff: FIRST_BACKOFF, lease: None }
     }
 
     /// Opens a stream whenever there is none; until `stop`, or, once `unlisted`, until there is none.
@@ -141,7 +144,10 @@ impl Link {
                 error = self.session(node) => error,
             };
             self.lost(&lost);
-            let pause = jitter.random_range(self.backoff / 2..=self.backoff);
+            let pause = match lost.retry_after {
+                Some(worth) => worth.clamp(SHORTEST_INTERVAL, LONGEST_BACKOFF),
+                None => jitter.random_range(self.backoff / 2..=self.backoff),
+            };
             self.backoff = (self.backoff * 2).min(LONGEST_BACKOFF);
             tokio::select! {
                 biased;
@@ -188,7 +194,7 @@ impl Link {
     }
 
     async fn join(
-        &self,
+        &mut self,
         node: &Node,
         calls: Calls,
         life: Life,
@@ -196,6 +202,7 @@ impl Link {
     ) -> Result<(Reports, Streaming<RouterReport>, RouterReport), Error> {
         let link = xxh3_64(self.router.name().as_bytes());
         let register = v1::Register { life: life.0, link, ..node.registration(self.endpoint.clone()) };
+        let register = self.secrets.begin(rand::rng().random(), register);
         let incarnation = register.incarnation;
         let (reports, outbox) = mpsc::channel(REPORTS + KV_MESSAGES);
         send(&reports, Report::Register(register))?;

@@ -1,7 +1,6 @@
 //! The parts of a node that its services share, built once at start: who it is, what computes, what moves KV, where
 //! spans go. Order matters: cheap things that can fail come before the model is loaded.
 use std::path::Path;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -260,7 +259,7 @@ impl Node {
             running_tokens: load.running_tokens as u64,
             cached_blocks: count(load.cached_blocks),
             step_cost: Some(step_cost(load.step_cost)),
-            preemptions: self.figures.preemptions.load(Ordering::Relaxed) + load.preemptions,
+            preemptions: self.figures.preemptions.get() + load.preemptions,
             ..v1::Load::default()
         }
     }

@@ -11,7 +11,8 @@ use tandem_ports::{
     KeepAlive, Limits, NODE_STREAMS, Port, connections_within, raise_descriptor_limit, reactor_threads, serve_grpc,
     serve_http,
 };
-use tandem_telemetry::{LogFormat, MetricsExport};
+use tandem_telemetry::exposition::OPEN_METRICS;
+use tandem_telemetry::{LogFilter, LogFormat, MetricsExport};
 use tokio::net::TcpListener;
 use tokio::runtime::Builder;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -45,10 +46,10 @@ pub fn prepare_environment() {
 /// Runs the life of the process; its error is one line on stderr and exit code 1. (Wrong flags are clap's: code 2.)
 pub fn run_process(
     service: &'static str,
-    log_format: LogFormat,
+    (filter, format): (LogFilter, LogFormat),
     life: impl Future<Output = anyhow::Result<()>>,
 ) -> ExitCode {
-    let mut log = tandem_telemetry::init_logging(service, log_format);
+    let mut log = tandem_telemetry::init_logging(service, &filter, format);
     raise_descriptor_limit();
     // The engine has its own threads, and UCX has; these, two at most, only wait for sockets.
     let runtime = Builder::new_multi_thread().worker_threads(reactor_threads().min(2)).enable_all().build();
@@ -129,14 +130,13 @@ impl Running {
         let _ = node.ports.set([("grpc", port.places()), ("admin", admin.places())]);
         let server = serve_grpc(port, routes.add_service(health_service), NODE_STREAMS, KEEP_ALIVE, stop.clone());
         let (drain, grpc_task) = (config.drain_timeout, tokio::spawn(server));
-        let scraped = node.clone();
-        let text = Arc::new(move || admin::metrics_text(&scraped));
+        let scraped = admin::Metrics::new(&node);
+        let text = Arc::new(move || scraped.text(Some(OPEN_METRICS)).1);
         let metrics = MetricsExport::start(service_name(node.role), &node.node_id, &config.collector, text)?;
         let (node_of, stop_of) = (node.clone(), stop.clone());
         let running = Self { node: node_of, service, health, signals, stop: stop_of, drain, grpc: grpc_task, metrics };
         tokio::spawn(serve_http(admin, admin::routes(node.clone()), stop.clone()));
         let endpoint = endpoint(config, grpc.port());
-        credentials.follow_files()?;
         tokio::spawn(routers::stay_joined(node.clone(), config.routers.clone(), credentials, endpoint, stop));
         writeln!(
             std::io::stdout(),

@@ -1,7 +1,7 @@
 //! The node's side of the membership stream against a small router.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is the failure message of a test")]
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::Parser;
 use tandem_engine::{KvLease, Prefix, SamplingParams, SequenceRequest};
@@ -10,6 +10,7 @@ use tandem_node::call::{EventStream, Events};
 use tandem_node::credentials::Credentials;
 use tandem_node::routers::stay_joined;
 use tandem_node::{Node, NodeArgs, NodeConfig};
+use tandem_ports::is_life_secret;
 use tandem_proto::hash::sequence_hashes;
 use tandem_proto::v1::membership_server::{Membership, MembershipServer};
 use tandem_proto::v1::node_report::Report;
@@ -49,9 +50,11 @@ struct Manner {
     mute: bool,
     /// It accepts a node so late.
     late: Duration,
+    /// It refuses a node that cannot show a secret, for so long.
+    wait: Option<Duration>,
 }
 
-const WELL: Manner = Manner { lease_ms: 60_000, mute: false, late: Duration::ZERO };
+const WELL: Manner = Manner { lease_ms: 60_000, mute: false, late: Duration::ZERO, wait: None };
 
 #[tonic::async_trait]
 impl Membership for FakeRouter {
@@ -60,7 +63,7 @@ impl Membership for FakeRouter {
     async fn join(&self, request: Request<Streaming<NodeReport>>) -> Result<Response<Self::JoinStream>, Status> {
         let (seen, mut reports) = (self.seen.clone(), request.into_inner());
         let (answers, outbox) = mpsc::channel(4);
-        let (lost_count, Manner { lease_ms, mute, late }) = (self.lost_count.clone(), self.manner);
+        let (lost_count, Manner { lease_ms, mute, late, wait }) = (self.lost_count.clone(), self.manner);
         tokio::spawn(async move {
             loop {
                 let report = tokio::select! {
@@ -74,6 +77,12 @@ impl Membership for FakeRouter {
                     }
                 };
                 let answer = match &report {
+                    Report::Register(Register { ended, .. }) if wait.is_some() && ended.is_empty() => {
+                        let refusal = Error::new(ErrorKind::Unavailable, "another process has the name");
+                        let _ = answers.send(Err(Error { retry_after: wait, ..refusal }.into())).await;
+                        let _ = seen.send(report).await;
+                        return;
+                    }
                     Report::Register(Register { incarnation, .. }) => {
                         sleep(late).await;
                         let accepted_incarnation = *incarnation;
@@ -285,6 +294,28 @@ async fn a_registration_that_is_accepted_too_late_is_not_used() {
     }
     lives.dedup();
     assert_eq!((lives.len(), node.work.lives().counts()), (3, (0, 0)), "no life began, and no load was told");
+    stop.cancel();
+    joined.await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_is_told_to_wait_comes_again_then_and_shows_that_its_last_life_is_over() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let config = config(listener.local_addr().unwrap());
+    let node = Node::start(&config, Faults::default()).await.unwrap();
+    let stop = CancellationToken::new();
+    let wait = Duration::from_millis(400);
+    let manner = Manner { wait: Some(wait), ..WELL };
+    let mut reports = serve_as(listener, CancellationToken::new(), Arc::default(), manner).await;
+    let joined = joins(&node, &config, &stop);
+    let first = registered(&mut reports).await;
+    let refused = Instant::now();
+    let second = registered(&mut reports).await;
+    let (took, backoff) = (refused.elapsed(), Duration::from_millis(100));
+    assert!(took > wait - backoff && took < wait + Duration::from_secs(2), "{took:?}");
+    let shown = second.ended.iter().any(|life| is_life_secret(&life.secret, &first.secret_digest));
+    assert!(shown && first.secret_digest != second.secret_digest && first.ended.is_empty());
+    while !matches!(reports.recv().await, Some(Report::Load(_))) {}
     stop.cancel();
     joined.await.unwrap();
 }

@@ -4,9 +4,9 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use tandem_config::PREFILL;
+use tandem_config::{PREFILL, Resolved};
 use tandem_kvtransfer::Faults;
-use tandem_node::{Listeners, Node, Running, aside, check, prepare_environment, run_process};
+use tandem_node::{Listeners, Node, Running, aside, check, prepare_environment, reload, run_process};
 use tandem_prefill_node::{Args, SERVICE_NAME, Settings, routes_with};
 use tandem_proto::v1::Role;
 
@@ -19,10 +19,11 @@ fn main() -> ExitCode {
     if resolved.is_check() {
         return resolved.answer(check(args.node, Role::Prefill));
     }
-    run_process("tandem-prefill", args.node.log_format, live(args))
+    let log = (args.node.log_filter.clone().unwrap_or_default(), args.node.log_format);
+    run_process("tandem-prefill", log, live(args, resolved))
 }
 
-async fn live(args: Args) -> anyhow::Result<()> {
+async fn live(args: Args, resolved: Resolved) -> anyhow::Result<()> {
     let faults = Faults { flip_byte: args.debug_flip_byte, truncate_push: args.debug_truncate_push };
     let ms = |ms: u32| Duration::from_millis(ms.into());
     let settings = Settings {
@@ -31,6 +32,7 @@ async fn live(args: Args) -> anyhow::Result<()> {
         push_delay: ms(args.debug_push_delay_ms),
     };
     let config = args.node.resolve(Role::Prefill)?;
+    reload::at_hangup(resolved, config.credentials.clone())?;
     let listeners = Listeners::bind(&config).await?;
     let node = Node::start(&config, faults).await?;
     let routes = routes_with(node.clone(), settings);

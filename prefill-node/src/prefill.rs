@@ -2,7 +2,6 @@
 //! says its first token; the other one (`delivery.rs`) hears of tickets and moves the KV. They share what is computed
 //! so far, and who wants it.
 use std::pin::pin;
-use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -129,7 +128,7 @@ impl Prefill<'_> {
             events.member().reads(self.request.prompt.len().saturating_sub(cached_tokens));
             let figures = &self.shared.node.figures;
             figures.looked_up(self.request.prompt.len(), cached_tokens);
-            figures.preemptions.fetch_add(u64::from(told.is_some()), Relaxed);
+            figures.preemptions.inc_by(u64::from(told.is_some()));
             let progress = Progress { tokens: cached_tokens, layers: 0 };
             kv.send_replace(Kv { lease: Some(lease.clone()), progress, told: told.is_some(), ..Kv::default() });
             let Sampled { first, logprob, top } = self.forward(lease, kv, &wanted, trace).await?;

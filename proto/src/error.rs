@@ -84,7 +84,8 @@ pub struct Error {
     pub param: Option<&'static str>,
     /// For programs, where the kind does not say enough.
     pub code: Option<ErrorCode>,
-    /// Of `Overloaded`: when it is worth another try; [`RETRY_AFTER`] where nobody can tell.
+    /// When it is worth another try. Of `Overloaded`, [`RETRY_AFTER`] where nobody can tell; of `Unavailable`, where it
+    /// is known.
     pub retry_after: Option<Duration>,
 }
 
@@ -121,6 +122,9 @@ impl Error {
             ErrorKind::Overloaded => {
                 details.set_retry_info(Some(self.retry_after.unwrap_or(RETRY_AFTER)));
             }
+            ErrorKind::Unavailable => {
+                details.set_retry_info(self.retry_after);
+            }
             ErrorKind::DeclaredDead => {
                 details.add_precondition_failure_violation(DECLARED_DEAD, "incarnation", "");
             }
@@ -148,7 +152,11 @@ impl From<Error> for Status {
             ErrorKind::Corrupt => Code::DataLoss,
             ErrorKind::Internal => Code::Internal,
         };
-        let detailed = matches!(error.kind, ErrorKind::Overloaded | ErrorKind::DeclaredDead) || error.code.is_some();
+        let detailed = match error.kind {
+            ErrorKind::Overloaded | ErrorKind::DeclaredDead => true,
+            ErrorKind::Unavailable if error.retry_after.is_some() => true,
+            _ => error.code.is_some(),
+        };
         match detailed {
             true => Status::with_error_details(code, error.message.clone(), error.details()),
             false => Status::new(code, error.message),
@@ -219,9 +227,12 @@ mod tests {
         let status = Status::from(Error::new(ErrorKind::Overloaded, "full"));
         let info = status.get_details_retry_info().expect("retry info");
         assert_eq!(info.retry_delay, Some(RETRY_AFTER));
-        let told =
-            Error { retry_after: Some(Duration::from_millis(2500)), ..Error::new(ErrorKind::Overloaded, "full") };
-        assert_eq!(Error::from(Status::from(told.clone())), told);
+        for kind in [ErrorKind::Overloaded, ErrorKind::Unavailable] {
+            let told = Error { retry_after: Some(Duration::from_millis(2500)), ..Error::new(kind, "full") };
+            assert_eq!(Error::from(Status::from(told.clone())), told);
+        }
+        let away = Status::from(Error::new(ErrorKind::Unavailable, "away"));
+        assert!(away.details().is_empty(), "nobody can tell");
     }
 
     #[test]

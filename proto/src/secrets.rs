@@ -1,12 +1,18 @@
-//! `Debug` of the messages that hold a hand-off's key, a ticket with one, or a cache salt: whatever prints a message
-//! prints no secret.
+//! `Debug` of the messages that hold a hand-off's key, a ticket with one, a life's secret, or a cache salt: whatever
+//! prints a message prints no secret.
 use std::fmt;
 
-use crate::v1::{Deliver, HandoffKey, RequestSpec, Reserved};
+use crate::v1::{Deliver, HandoffKey, LifeSecret, RequestSpec, Reserved};
 
 impl fmt::Debug for HandoffKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("HandoffKey(..)")
+    }
+}
+
+impl fmt::Debug for LifeSecret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("LifeSecret(..)")
     }
 }
 
@@ -37,7 +43,8 @@ mod tests {
     use prost::Message;
 
     use crate::v1::{
-        DecodeEvent, Deliver, HandoffKey, PrefillCommand, RequestSpec, Reserved, Ticket, decode_event, prefill_command,
+        DecodeEvent, Deliver, HandoffKey, LifeSecret, PrefillCommand, Register, RequestSpec, Reserved, Ticket,
+        decode_event, prefill_command,
     };
 
     /// As numbers and as text, as `Debug` may print bytes.
@@ -57,7 +64,10 @@ mod tests {
         let event = DecodeEvent { event: Some(decode_event::Event::Reserved(reserved)) };
         let spec = RequestSpec { cache_salt: vec![0xcd; 16], ..RequestSpec::default() };
         let start = PrefillCommand { command: Some(prefill_command::Command::Start(spec)) };
-        for printed in [format!("{ticket:?}"), format!("{command:?}"), format!("{event:#?}"), format!("{start:?}")] {
+        let ended = vec![LifeSecret { secret: vec![0xcd; 32] }];
+        let register = format!("{:?}", Register { ended, ..Register::default() });
+        let [ticket_text, command, start] = [format!("{ticket:?}"), format!("{command:?}"), format!("{start:?}")];
+        for printed in [ticket_text, command, format!("{event:#?}"), start, register] {
             assert!(!tells(&printed), "{printed}");
         }
         assert!(format!("{ticket:?}").contains("blocks: 7"), "the rest is printed");

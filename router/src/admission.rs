@@ -99,8 +99,6 @@ struct Inner {
     empty: Notify,
     /// Who waits may have a turn, whatever the nodes say: a slot is free, or one that started is on its nodes.
     moved: Notify,
-    /// Who has a slot starts, whatever room the nodes have.
-    without_queue: bool,
     node_queue: u32,
     /// There are several tenants.
     several: bool,
@@ -148,7 +146,6 @@ impl Admission {
             closed: AtomicBool::default(),
             empty: Notify::default(),
             moved: Notify::default(),
-            without_queue: max_queue == 0,
             node_queue,
             several,
             shared: several || pools.iter().len() > 1,
@@ -217,11 +214,20 @@ impl Admission {
         self.inner.lock().queue.places()
     }
 
-    /// Holds to the `max_inflight`, `max_queue` and `max_ttft` of these from now on; whether there is a queue stays as
-    /// it was. Who runs or waits stays.
+    /// Requests that may run and wait, in all.
+    pub fn most_requests(&self) -> usize {
+        self.inner.lock().queue.most()
+    }
+
+    /// Whether first tokens that are predicted too late are refused, whatever their deadline.
+    pub fn has_objective(&self) -> bool {
+        self.inner.lock().queue.has_objective()
+    }
+
+    /// Holds to the `max_inflight`, `max_queue` and `max_ttft` of these from now on. Who runs or waits stays; who waits
+    /// where there is no queue any more starts with the next slot.
     pub fn set_limits(&self, limits: &Limits) {
         let &Limits { max_inflight, max_queue, max_ttft, .. } = limits;
-        debug_assert_eq!(max_queue == 0, self.inner.without_queue, "that takes a restart");
         self.inner.lock().queue.set_bounds(max_inflight as usize, max_queue, max_ttft);
         self.inner.moved.notify_one();
     }
@@ -421,8 +427,10 @@ impl Inner {
     /// Changes the queue and wakes whose turn it is, and those whose deadline passed.
     fn change<T>(&self, change: impl FnOnce(&mut State, queue::Room<'_>) -> (Turn, T)) -> T {
         let mut state = self.lock();
+        // Who has a slot starts then, whatever room the nodes have.
+        let without_queue = state.queue.places() == 0;
         let mut room = |demand: &Demand, ahead: &Ahead| {
-            self.without_queue || self.nodes.has_room(demand, ahead, self.node_queue, clock::now())
+            without_queue || self.nodes.has_room(demand, ahead, self.node_queue, clock::now())
         };
         let (turn, result) = change(&mut state, &mut room);
         for ticket in turn.start {

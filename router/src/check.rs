@@ -1,7 +1,7 @@
 //! What `--check` reads: every file that the flags name, and no more of the model than its header and its texts. Starts
 //! nothing, and opens no port.
 use anyhow::Context;
-use tandem_ports::{JoinToken, NodeTls, PeerRole, Tls};
+use tandem_ports::{JoinTokens, NodeTls, PeerRole, Tls};
 use tandem_telemetry::clock;
 
 use crate::admission::keys::{Keys, Rules};
@@ -28,7 +28,7 @@ pub fn keys(config: &Config) -> anyhow::Result<Keys> {
 pub fn check(config: &Config) -> anyhow::Result<()> {
     keys(config)?;
     if let Some(path) = &config.join_token_file {
-        JoinToken::load(path)?;
+        JoinTokens::load(path)?;
     }
     if let Some(files) = &config.tls {
         Tls::read(files)?;

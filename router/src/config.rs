@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::{CommandFactory, FromArgMatches, Parser, ValueEnum};
 use tandem_config::{ConfigArgs, ROUTER, Resolved};
 use tandem_ports::{NodeTlsFiles, TlsFiles, reactor_threads};
-use tandem_telemetry::{Collector, LogFormat};
+use tandem_telemetry::{Collector, LogFilter, LogFormat};
 
 use crate::admission::keys::KeySource;
 use crate::http::Origin;
@@ -40,7 +40,8 @@ struct Flags {
     #[arg(long, default_value = "own", value_enum)]
     node_endpoints: NodeEndpoints,
     /// File with the cluster's secret, one line of 16 to 1024 characters, the same on all nodes: only those that have
-    /// it may join
+    /// it may join. A second line holds a token that is accepted and not shown. Read again at SIGHUP, and when it
+    /// changes
     #[arg(long, value_name = "FILE")]
     join_token_file: Option<PathBuf>,
     /// This router's certificate among the nodes, PEM: both sides show one, within TLS 1.3 (mTLS). Its URI is
@@ -92,10 +93,14 @@ struct Flags {
     /// Jaeger's pages, as http://host:16686: the live page, `tandem trace` and `tandem explain` link to them
     #[arg(long, value_name = "URL")]
     jaeger_ui: Option<JaegerUi>,
-    /// How log lines look: `text` for people, `json` for programs. RUST_LOG chooses them; `access=off` leaves out the
-    /// line of each request
+    /// How log lines look: `text` for people, `json` for programs. --log-filter or RUST_LOG chooses
+    /// them; `access=off` leaves out the line of each request
     #[arg(long, value_name = "text|json", default_value_t)]
     log_format: LogFormat,
+    /// Which lines are logged, such as warn or info,access=off; the file's is read again at SIGHUP [default: that of
+    /// RUST_LOG, or info]
+    #[arg(long, value_name = "FILTER")]
+    log_filter: Option<LogFilter>,
     /// Share of traces sent to the collector when `traceparent` does not decide. Slow and failed ones are always sent
     #[arg(long, value_name = "0..1", default_value_t = 1.0, value_parser = share)]
     trace_sample_ratio: f64,
@@ -242,6 +247,8 @@ pub struct Config {
     pub served_model_name: Option<String>,
     /// How log lines look.
     pub log_format: LogFormat,
+    /// Which there are.
+    pub log_filter: LogFilter,
     /// Who gets spans, log lines and metrics.
     pub collector: Collector,
     /// Where people look at traces.
@@ -318,6 +325,7 @@ impl From<Flags> for Config {
             model: flags.model,
             served_model_name: flags.served_model_name,
             log_format: flags.log_format,
+            log_filter: flags.log_filter.unwrap_or_default(),
             collector: flags.collector,
             jaeger_ui: flags.jaeger_ui,
             trace_sample_ratio: flags.trace_sample_ratio,

@@ -1,6 +1,8 @@
 //! The gRPC edge: `tandem.v1.Inference`, health and reflection, and the port that nodes join on. Messages to requests
 //! and back; it knows nothing of nodes. `grpc-timeout` is read here, because tonic does not enforce it on streams.
 //! `guard` stands before it: keys and bounds.
+#[cfg(test)]
+mod certificates;
 mod guard;
 
 use std::pin::Pin;

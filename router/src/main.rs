@@ -12,18 +12,18 @@ use anyhow::Context;
 use futures::{FutureExt, TryFutureExt};
 use tandem_config::Resolved;
 use tandem_ports::{
-    CLIENT_STREAMS, JoinToken, KeepAlive, Limits, NodeTls, PeerRole, Places, Port, Tls, connections_within,
+    CLIENT_STREAMS, JoinTokens, KeepAlive, Limits, NodeTls, PeerRole, Places, Port, Tls, connections_within,
     raise_descriptor_limit, serve_grpc, serve_http,
 };
 use tandem_router::api::{Service, Telling};
 use tandem_router::config::{ClientPort, Config};
 use tandem_router::intake::IDLE_THREADS;
 use tandem_router::membership::{Expected, Membership};
-use tandem_router::metrics::OPEN_METRICS;
 use tandem_router::page::Page;
 use tandem_router::reload::{ConfigFile, Reload};
 use tandem_router::text::ModelText;
 use tandem_router::{check, grpc, http};
+use tandem_telemetry::exposition::OPEN_METRICS;
 use tandem_telemetry::{Exporter, MetricsExport};
 use tokio::net::TcpListener;
 use tokio::runtime::{Builder, Runtime};
@@ -48,7 +48,7 @@ fn main() -> ExitCode {
     if resolved.is_check() {
         return resolved.answer(check::check(&config));
     }
-    let mut log = tandem_telemetry::init_logging("tandem-router", config.log_format);
+    let mut log = tandem_telemetry::init_logging("tandem-router", &config.log_filter, config.log_format);
     without_huge_pages();
     allocator::give_back_at_once();
     let config = within_descriptors(config, raise_descriptor_limit());
@@ -87,7 +87,7 @@ async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     // From here on it does not end the process.
     let hangups = signal(SignalKind::hangup())?;
     let keys = check::keys(&config)?;
-    let join = config.join_token_file.as_deref().map(JoinToken::load).transpose()?;
+    let join = config.join_token_file.as_deref().map(JoinTokens::load).transpose()?;
     let tls = config.tls.as_ref().map(Tls::read).transpose()?;
     let node_tls = config.node_tls.as_ref().map(|files| NodeTls::read(files, PeerRole::Router)).transpose()?;
     let ports = Ports::bind(&config, tls.clone(), node_tls.clone()).await?;
@@ -96,7 +96,7 @@ async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     let model = load_model(&config).await?;
     let expected = Expected { model_digest: model.digest, eos_token_id: model.eos };
     let membership = Membership::new(expected, config.lease)
-        .with_join_token(join.as_ref())
+        .with_join_tokens(join.as_ref())
         .with_node_tls(node_tls.as_ref())
         .with_endpoints(config.node_endpoints)
         .with_breakers(config.breakers)
@@ -149,8 +149,11 @@ async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     if let Some(tls) = node_tls.clone() {
         tokio::spawn(tls.follow_files());
     }
+    if let Some(join) = join.clone() {
+        tokio::spawn(join.follow_file());
+    }
     let file = ConfigFile::new(service.clone(), started, config.limits.clone());
-    tokio::spawn(reload_at_hangup(Reload { keys, tls, node_tls, file }, hangups));
+    tokio::spawn(reload_at_hangup(Reload { keys, join, tls, node_tls, file }, hangups));
     tokio::spawn(membership.clone().watch());
     tokio::spawn(live.watch());
     tokio::spawn(grpc::follow_health(service.clone(), health));

@@ -36,7 +36,7 @@ use tandem_telemetry::clock;
 
 use http::uri::Authority;
 use serde_json::json;
-use tandem_ports::{JoinGuard, JoinToken, NodeTls};
+use tandem_ports::{JoinGuard, JoinTokens, NodeTls};
 use tandem_proto::hash::sequence_hashes;
 use tandem_proto::{CacheSalt, Error, SequenceKey, v1};
 use tokio::sync::Notify;
@@ -107,11 +107,11 @@ impl Membership {
         Self { table, changed, freed, expected, lease, connector, endpoints, strangers, cache_secret, refusals, choice }
     }
 
-    /// The same, for nodes that have this token: they show it to join, and are shown it by each call.
-    pub fn with_join_token(self, token: Option<&JoinToken>) -> Self {
-        let connector = Connector::Network { token: token.map(JoinToken::header), tls: None };
-        let cache_secret = token.map(|token| token.derive("tandem cache salts"));
-        Self { connector, strangers: JoinGuard::new(token), cache_secret, ..self }
+    /// The same, for nodes that have these tokens: they show one to join, and are shown one by each call.
+    pub fn with_join_tokens(self, tokens: Option<&JoinTokens>) -> Self {
+        let connector = Connector::Network { tokens: tokens.cloned(), tls: None };
+        let cache_secret = tokens.map(|tokens| tokens.derive("tandem cache salts"));
+        Self { connector, strangers: JoinGuard::new(tokens), cache_secret, ..self }
     }
 
     /// The same, for nodes that have certificates, if this router has one.

@@ -1,8 +1,8 @@
-//! Counters and histograms. Owns their names and both text forms: classic Prometheus text by default, OpenMetrics when
-//! the scraper asks for it. Base units: seconds and bytes; labels `role` and `instance`. Beside our own names stand
-//! those of vLLM whose meaning is the same, because public dashboards read them: `vllm`, and `cache` for those of the
-//! KV. Every histogram that a request fills points to its trace (`exemplar`). Ours are in `own`; those of
-//! admission, ports and ways in files of these names.
+//! Counters and histograms. Owns their names; how they are written is `exposition`'s matter, in tandem-telemetry. Base
+//! units: seconds and bytes; labels `role` and `instance`. Beside our own names stand those of vLLM whose meaning is
+//! the same, because public dashboards read them: `vllm`, and `cache` for those of the KV. Every histogram that a
+//! request fills points to its trace (`exemplar`). Ours are in `own`; those of admission, ports and ways in files of
+//! these names.
 mod admission;
 mod cache;
 mod exemplar;
@@ -14,10 +14,10 @@ mod ways;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use prometheus_client::encoding::text::encode;
 use prometheus_client::registry::Registry;
 use tandem_ports::Occupancy;
 use tandem_proto::{Error, ErrorKind, TraceContext, v1};
+use tandem_telemetry::exposition::exposition;
 
 use crate::index::IndexTotals;
 use crate::membership::{Breakers, Totals};
@@ -32,10 +32,6 @@ pub use own::WaitsForNode;
 use ports::PortMetrics;
 use vllm::Vllm;
 use ways::WayMetrics;
-
-const CLASSIC: &str = "text/plain; version=0.0.4; charset=utf-8";
-/// The content type of that form of metrics which has exemplars.
-pub const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// Handle to the router's metrics.
 #[derive(Clone)]
@@ -198,35 +194,8 @@ impl Metrics {
         self.ports.set(&seen.ports);
         self.ways.set(&seen.way_fallbacks);
         self.vllm.set(seen, self.own.waiting_for_node());
-        let mut text = String::new();
-        if encode(&mut text, &self.registry).is_err() {
-            tracing::error!("metrics could not be written");
-        }
-        if accept.is_some_and(|accept| accept.contains("application/openmetrics-text")) {
-            (OPEN_METRICS, text)
-        } else {
-            (CLASSIC, classic(&text))
-        }
+        exposition(&self.registry, accept)
     }
-}
-
-/// Classic text from OpenMetrics text: counters are named as their samples are; no units, exemplars or end mark.
-fn classic(open_metrics: &str) -> String {
-    let counters: Vec<&str> =
-        open_metrics.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.strip_suffix(" counter")).collect();
-    let mut text = String::with_capacity(open_metrics.len() + 32 * counters.len());
-    for line in open_metrics.lines().filter(|line| !line.starts_with("# EOF") && !line.starts_with("# UNIT")) {
-        let described = ["# HELP ", "# TYPE "].into_iter().find_map(|mark| Some((mark, line.strip_prefix(mark)?)));
-        match described.and_then(|(mark, rest)| Some((mark, rest.split_once(' ')?))) {
-            Some((mark, (name, rest))) if counters.contains(&name) => {
-                text.extend([mark, name, "_total ", rest]);
-            }
-            Some(_) => text.push_str(line),
-            None => text.push_str(line.split(" # {").next().unwrap_or(line)),
-        }
-        text.push('\n');
-    }
-    text
 }
 
 fn outcome(kind: ErrorKind) -> &'static str {
@@ -252,7 +221,8 @@ fn whole(count: usize) -> i64 {
 
 #[cfg(test)]
 mod tests {
-    use super::exemplar::TraceId;
+    use tandem_telemetry::exposition::TraceId;
+
     use super::*;
     use crate::membership::breaker::Circuit;
 

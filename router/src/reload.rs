@@ -1,10 +1,10 @@
-//! What a router reads again at SIGHUP: API keys, certificates, and the configuration file. Of its flags some limits
-//! hold from then on, and the others are named in the log: they take a restart. A file that is wrong changes nothing,
-//! and is in the log.
+//! What a router reads again at SIGHUP: API keys, join tokens, certificates, and the configuration file. Of its flags
+//! some limits and the log's filter hold from then on, and the others are named in the log: they take a restart. A file
+//! that is wrong changes nothing, and is in the log.
 use std::sync::{Mutex, PoisonError};
 
 use tandem_config::Resolved;
-use tandem_ports::{NodeTls, Tls};
+use tandem_ports::{JoinTokens, NodeTls, Tls};
 use tandem_telemetry::clock;
 
 use crate::admission::keys::Keys;
@@ -12,10 +12,15 @@ use crate::api::Service;
 use crate::config::Config;
 use crate::limits::Limits;
 
+/// Flags whose new values hold without a restart.
+const AT_ONCE: [&str; 4] = ["log-filter", "max-inflight", "max-queue", "max-ttft-ms"];
+
 /// Owner of what can change while the process runs.
 pub struct Reload {
     /// Those that clients need, if any.
     pub keys: Keys,
+    /// Of the cluster, if it has such.
+    pub join: Option<JoinTokens>,
     /// Of the ports for clients.
     pub tls: Option<Tls>,
     /// Between this router and its nodes.
@@ -42,6 +47,7 @@ impl Reload {
                 Err(error) => tracing::error!(%error, "API keys not read: the old API keys stay"),
             }
         }
+        self.join.iter().for_each(JoinTokens::read_again);
         self.tls.iter().for_each(Tls::read_again);
         self.node_tls.iter().for_each(NodeTls::read_again);
         self.file.read();
@@ -65,44 +71,29 @@ impl ConfigFile {
             Err(error) => return tracing::error!(%error, "{wrong}"),
         };
         let next = match Config::of(&now) {
-            Ok(config) => config.limits,
+            Ok(config) => config,
             Err(error) => return tracing::error!(%error, "{wrong}"),
         };
+        // A line that says so is chosen by it.
+        next.log_filter.set();
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        for change in last.changes(&now).iter().filter(|change| can_change(&change.flag, limits, &next)) {
+        for change in last.changes(&now).iter().filter(|change| AT_ONCE.contains(&&*change.flag)) {
             let (flag, before, file) = (&change.flag, &change.from, &change.to);
             tracing::info!(flag, before, file, "the configuration file has changed: this holds from now on");
         }
-        for change in started.changes(&now).iter().filter(|change| !can_change(&change.flag, limits, &next)) {
+        for change in started.changes(&now).iter().filter(|change| !AT_ONCE.contains(&&*change.flag)) {
             let (flag, running, file) = (&change.flag, &change.from, &change.to);
             tracing::warn!(flag, running, file, "the configuration file has changed: this takes a restart");
         }
-        self.service.set_limits(&changed(limits, &next));
+        self.service.set_limits(&changed(limits, next.limits));
         *last = now;
     }
 }
 
-/// Whether a flag's new value can hold without a restart.
-fn can_change(flag: &str, started: &Limits, next: &Limits) -> bool {
-    match flag {
-        "max-inflight" => true,
-        // Without a queue nobody asks for the nodes' room.
-        "max-queue" => (started.max_queue == 0) == (next.max_queue == 0),
-        // Without a bound nothing is predicted.
-        "max-ttft-ms" => started.max_ttft.is_some(),
-        _ => false,
-    }
-}
-
-/// The limits of the start with those of the next that can change.
-fn changed(started: &Limits, next: &Limits) -> Limits {
-    let can = |flag| can_change(flag, started, next);
-    Limits {
-        max_inflight: next.max_inflight,
-        max_queue: if can("max-queue") { next.max_queue } else { started.max_queue },
-        max_ttft: if can("max-ttft-ms") { next.max_ttft } else { started.max_ttft },
-        ..started.clone()
-    }
+/// The limits of the start with those of the next that hold at once.
+fn changed(started: &Limits, next: Limits) -> Limits {
+    let Limits { max_inflight, max_queue, max_ttft, .. } = next;
+    Limits { max_inflight, max_queue, max_ttft, ..started.clone() }
 }
 
 #[cfg(test)]
@@ -123,20 +114,13 @@ mod tests {
     }
 
     #[test]
-    fn limits_change_where_nothing_else_depends_on_them() {
+    fn the_limits_of_admission_change_and_no_others() {
         let ttft = |seconds| Some(Duration::from_secs(seconds));
-        let started = Limits { max_queue: 7, max_ttft: ttft(1), ..Limits::default() };
-        let next = Limits { max_inflight: 3, max_queue: 8, max_ttft: None, max_attempts: 9, ..Limits::default() };
-        let now = changed(&started, &next);
-        assert_eq!((now.max_inflight, now.max_queue, now.max_ttft), (3, 8, None));
+        let started = Limits { max_queue: 7, max_ttft: None, ..Limits::default() };
+        let next = Limits { max_inflight: 3, max_queue: 0, max_ttft: ttft(2), max_attempts: 9, ..Limits::default() };
+        let now = changed(&started, next);
+        assert_eq!((now.max_inflight, now.max_queue, now.max_ttft), (3, 0, ttft(2)));
         assert_eq!(now.max_attempts, started.max_attempts, "of this nobody asks again");
-        let next = Limits { max_queue: 0, max_ttft: ttft(2), ..next };
-        assert_eq!((changed(&started, &next).max_queue, changed(&started, &next).max_ttft), (7, ttft(2)));
-        let unbounded = Limits { max_ttft: None, ..started };
-        assert_eq!(changed(&unbounded, &next).max_ttft, None);
-        for (flag, can) in [("max-inflight", true), ("max-queue", false), ("max-ttft-ms", false), ("lease-ms", false)] {
-            assert_eq!(can_change(flag, &unbounded, &next), can, "{flag}");
-        }
     }
 
     #[tokio::test]
@@ -154,7 +138,8 @@ mod tests {
             ("[router]\nmax-queue = 9\nlease-ms = 1000\n", 9),
             ("[router\n", 9),
             ("[router]\nmax-queue = \"many\"\n", 9),
-            ("[router]\nmax-queue = 0\n", 7),
+            ("[router]\nmax-queue = 0\n", 0),
+            ("[router]\nmax-queue = 8\nlog-filter = 'tandem=loud'\n", 0),
             ("[router]\nmax-queue = 8\n", 8),
         ] {
             write(text);

@@ -10,6 +10,7 @@ use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Status, Streaming};
+use xxhash_rust::xxh3::xxh3_64;
 
 use crate::Attack;
 use crate::sockets::PATIENCE;
@@ -25,6 +26,7 @@ pub fn attacks() -> Vec<Attack> {
         attack("join without the token", strangers, |target| join_as(target, None).boxed_local()),
         attack("join with a wrong token", strangers, |target| join_as(target, Some("0".repeat(64))).boxed_local()),
         refused("a live node's name", |target| namesake(target).boxed_local()),
+        refused("a live node's name, incarnation and link", |target| same_process(target).boxed_local()),
         refused("a foreign endpoint (SSRF)", |target| endpoints(target).boxed_local()),
         refused("another model", |target| model(target).boxed_local()),
         refused("absurd fields in Register", |target| fields(target).boxed_local()),
@@ -159,6 +161,22 @@ async fn namesake(target: &Target) -> anyhow::Result<String> {
     for name in ["decode-0", "prefill-0"] {
         let register = v1::Register { node_id: name.into(), ..honest(target).await? };
         told = refused(target, register, Code::Unavailable).await?;
+    }
+    is_unchanged(target).await?;
+    Ok(told)
+}
+
+/// With all that a namesake can learn or guess of a live node: but for the secret of its life.
+async fn same_process(target: &Target) -> anyhow::Result<String> {
+    let mut told = String::new();
+    let link = xxh3_64(format!("{}/", target.cluster.router.url("nodes")).as_bytes());
+    for node in target.cluster.nodes().await? {
+        let incarnation = u64::from_str_radix(node.incarnation.trim_start_matches("0x"), 16)?;
+        let node_id = format!("{}-0", node.role);
+        let ended = vec![v1::LifeSecret { secret: vec![7; 32] }];
+        let register = v1::Register { node_id, incarnation, link, ended, ..honest(target).await? };
+        told = refused(target, register, Code::Unavailable).await?;
+        ensure!(told.contains("and this is"), "no proof: {told}");
     }
     is_unchanged(target).await?;
     Ok(told)

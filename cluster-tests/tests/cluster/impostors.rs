@@ -1,5 +1,5 @@
 //! Nodes that belong to the cluster by their token, and say what is not so: another node's name, another host's
-//! address.
+//! address. And one that may have the name: a node that was started again.
 use std::time::Duration;
 
 use tandem_cluster_tests::client::{ask, text};
@@ -27,6 +27,35 @@ async fn neither_a_live_nodes_name_nor_another_hosts_address_is_taken() -> anyho
     };
     assert_eq!((incarnations(&is), incarnations(&is).len()), (incarnations(&was), 2));
     assert_eq!(cluster.answer(question()).await?.tokens, before.tokens);
+    Ok(())
+}
+
+/// The old one's connections stay open, as those of a host that is gone do: nobody but its lease tells its end.
+#[tokio::test]
+async fn a_node_that_was_started_again_joins_within_the_lease() -> anyhow::Result<()> {
+    let options = Options { simulated: true, router_args: words("--lease-ms 3000"), ..Options::default() };
+    let cluster = Cluster::start(options).await?;
+    let model = model()?.display().to_string();
+    let args = format!("--node-id decode-0 --listen 127.0.0.1:0 --admin 127.0.0.1:0 --simulated --model {model}");
+    let args = words(&format!("{args} --router {}", cluster.router.url("grpc")));
+    cluster.decode.freeze();
+    let next = Process::start("next", "tandem-decode-node", &args, cluster.dir()).await?;
+    let is_here = async |cluster: &Cluster| {
+        let nodes = cluster.nodes().await.unwrap_or_default();
+        nodes.iter().any(|node| node.incarnation.trim_start_matches("0x") == next.ready("incarnation"))
+    };
+    let took = cluster.wait_until(Duration::from_secs(3), "the next process has joined", is_here).await?;
+    assert!(next.log().contains("as another process"), "it was refused at first: {}", next.log());
+    println!("joined {took:?} after its start");
+    cluster.answer(ask(text("The capital of France is"), 8)).await?;
+    // The old one wakes, and takes nothing back.
+    cluster.decode.wake();
+    cluster
+        .wait_until(SOON, "the old process is refused", async |_: &Cluster| {
+            cluster.decode.log().contains("as another process")
+        })
+        .await?;
+    assert!(is_here(&cluster).await);
     Ok(())
 }
 

@@ -42,6 +42,46 @@ async fn only_who_has_the_token_belongs_to_the_cluster() -> anyhow::Result<()> {
     Ok(())
 }
 
+#[tokio::test]
+async fn a_hangup_brings_the_next_token_and_filter_and_ends_no_process() -> anyhow::Result<()> {
+    let dir = tempfile::tempdir()?;
+    let (token, config) = (dir.path().join("token"), dir.path().join("tandem.toml"));
+    let [first, second] = ["our-cluster-s-secret", "its-next-cluster-secret"];
+    let written = |tokens: &str, filter: &str| {
+        std::fs::write(&config, format!("log-filter = '{filter}'\n")).and_then(|()| std::fs::write(&token, tokens))
+    };
+    written(first, "info")?;
+    let files = words(&format!("--join-token-file {} --config {}", token.display(), config.display()));
+    let (router_args, node_args) = (files.clone(), files);
+    let mut cluster = Cluster::start(Options { router_args, node_args, simulated: true, ..Options::default() }).await?;
+    let question = || ask(text("The capital of France is"), 8);
+    let before = cluster.answer(question()).await?;
+    let steps =
+        [(format!("{first}\n{second}\n"), "debug"), (format!("{second}\n{first}"), "info"), (second.into(), "warn")];
+    for (step, (tokens, filter)) in steps.into_iter().enumerate() {
+        written(&tokens, filter)?;
+        // In any order, with requests in between.
+        for process in [&cluster.decode, &cluster.router, &cluster.prefill] {
+            process.hang_up();
+            let read =
+                async |_: &Cluster| process.log().matches("join token read again (at SIGHUP)").count() == step + 1;
+            cluster.wait_until(SOON, "the token is read again", read).await?;
+            assert_eq!(cluster.answer(question()).await?.tokens, before.tokens);
+        }
+    }
+    cluster.restart_decode().await?;
+    assert_eq!(cluster.answer(question()).await?.tokens, before.tokens, "who starts has the next one");
+    assert_eq!(metric(&cluster.prefill, "tandem_strangers_refused_total").await?, 0.0);
+    let metrics = cluster.get("/metrics").await?.text().await?;
+    let refused = metrics.lines().find(|line| line.starts_with("tandem_strangers_refused_total"));
+    assert!(refused.is_some_and(|line| line.ends_with(" 0")), "{refused:?}");
+    for process in [&cluster.router, &cluster.prefill] {
+        let changed = |line: &&str| line.contains("flag=\"log-filter\"") && line.contains("this holds from now on");
+        assert_eq!(process.log().lines().filter(changed).count(), 2, "{}", process.log());
+    }
+    Ok(())
+}
+
 /// A stream that says nothing for as long as its sender lives, without a token or with a made-up one.
 fn silent<T>(token: Option<&str>) -> anyhow::Result<(Sender<T>, Request<ReceiverStream<T>>)> {
     let (open, silent) = channel(1);

@@ -7,6 +7,7 @@ use rand::rngs::StdRng;
 use tandem_engine::prefix_cache::PrefixCache;
 use tandem_node::kv_feed::KvFeed;
 use tandem_node::lease::Lease;
+use tandem_node::life_secrets::LifeSecrets;
 use tandem_node::lives::{Lives, Member, Session};
 use tandem_proto::{Life, SequenceHash, v1};
 
@@ -25,6 +26,7 @@ const CACHE: usize = 24;
 #[derive(Default)]
 pub struct Link {
     pub open: Option<Open>,
+    secrets: LifeSecrets,
 }
 
 /// A stream that this side believes in.
@@ -116,7 +118,10 @@ impl Node {
             _ => KvFeed::default(),
         };
         self.links[router].open = Some(Open { stream: life.0, session, lease, feed });
-        let register = Box::new(self.registration(life, router));
+        let register = self.registration(life, router);
+        // Nobody guesses here.
+        let secret = std::array::from_fn(|byte| life.0.to_le_bytes()[byte % 8]);
+        let register = Box::new(self.links[router].secrets.begin(secret, register));
         vec![
             Effect::Tell(router, Message::Register(life.0, register)),
             Effect::LeaseAt(at(now) + LEASE, router, life.0),

@@ -6,6 +6,7 @@ use std::time::Duration;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use tandem_kvtransfer::{Faults, Refusal};
+use tandem_node::admin::Metrics;
 use tandem_proto::spans::unpack;
 use tandem_proto::v1::prefill_command::Command as PrefillCommandKind;
 use tandem_proto::v1::prefill_event::Event as PrefillEventKind;
@@ -31,12 +32,15 @@ async fn disaggregated_is_local_token_for_token() {
     }
     assert_eq!(pair.decode.work.tokens(), counted);
     // As whole answers they are the same.
-    let answers = &pair.decode.figures.answers;
-    let told = (answers.prompt_tokens.sum().round() as u64, answers.tokens.sum().round() as u64);
-    assert_eq!(told, counted);
-    let ended: u64 = answers.ended.iter().map(|count| count.load(Relaxed)).sum();
-    assert_eq!(answers.e2e_seconds.buckets().last().map(|all| all.count), Some(ended));
-    assert!(answers.e2e_seconds.sum() > answers.decode_seconds.sum());
+    let text = Metrics::new(&pair.decode).text(None).1;
+    let sum = |name: &str| {
+        let series = text.lines().filter(|line| line.split_once('{').is_some_and(|(of, _)| of == name));
+        series.filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok()).sum::<f64>()
+    };
+    let told = ["vllm:request_prompt_tokens_sum", "vllm:request_generation_tokens_sum"].map(|name| sum(name) as u64);
+    assert_eq!((told[0], told[1]), counted);
+    assert_eq!(sum("vllm:e2e_request_latency_seconds_count"), sum("vllm:request_success_total"));
+    assert!(sum("vllm:e2e_request_latency_seconds_sum") > sum("vllm:request_decode_time_seconds_sum"));
     pair.all_blocks_back().await;
 }
 

@@ -10,9 +10,11 @@
 //! 6..22  tag: HMAC-SHA256 of magic, length and address, truncated
 //! 22..   UCX's address, opaque
 //! ```
-//! The tag's key comes from [`UcxConfig::address_key`](super::UcxConfig::address_key) and from the build id, so that a
-//! UCX reads addresses of its own version and profile only. It says who made an address, not that its worker still
+//! The tag's key comes from [`UcxConfig::address_keys`](super::UcxConfig::address_keys) and from the build id, so that
+//! a UCX reads addresses of its own version and profile only. It says who made an address, not that its worker still
 //! lives. Knows no UCX call. Read next: `owners.rs`.
+use std::sync::Arc;
+
 use crate::error::AddressError;
 use crate::handshake::hmac_sha256;
 
@@ -25,19 +27,55 @@ const MAGIC: [u8; 4] = *b"TKA1";
 const TAG_AT: usize = 6;
 const TAG_BYTES: usize = 16;
 
-/// Makes and checks the tags of one cluster and one build. Has no `Debug`: it is a secret.
+/// The cluster's secrets as they are now: addresses are tagged with the first one, and read with any. Has no `Debug`.
 #[derive(Clone)]
-pub(super) struct AddressKey([u8; 32]);
+pub struct AddressKeys(Arc<dyn Fn() -> Vec<[u8; 32]> + Send + Sync>);
 
-impl AddressKey {
-    pub(super) fn new(secret: &[u8; 32], build_id: &str) -> Self {
-        Self(hmac_sha256(secret, &[b"tandem kv address ", build_id.as_bytes()]))
+impl AddressKeys {
+    /// Asked at each address.
+    pub fn new(now: impl Fn() -> Vec<[u8; 32]> + Send + Sync + 'static) -> Self {
+        Self(Arc::new(now))
     }
 
-    fn tag(&self, head: &[u8], address: &[u8]) -> [u8; TAG_BYTES] {
-        let mut tag = [0; TAG_BYTES];
-        tag.copy_from_slice(&hmac_sha256(&self.0, &[head, address])[..TAG_BYTES]);
-        tag
+    /// Whether anybody could know them.
+    pub(super) fn are_secret(&self) -> bool {
+        !(self.0)().contains(&[0; 32])
+    }
+}
+
+impl From<[u8; 32]> for AddressKeys {
+    fn from(only: [u8; 32]) -> Self {
+        Self::new(move || vec![only])
+    }
+}
+
+impl Default for AddressKeys {
+    fn default() -> Self {
+        [0; 32].into()
+    }
+}
+
+/// Makes and checks the tags of one cluster and one build.
+#[derive(Clone)]
+pub(super) struct AddressKey {
+    secrets: AddressKeys,
+    build_id: Arc<str>,
+}
+
+impl AddressKey {
+    pub(super) fn new(secrets: &AddressKeys, build_id: &str) -> Self {
+        Self { secrets: secrets.clone(), build_id: build_id.into() }
+    }
+
+    /// By each secret.
+    fn tags(&self, head: &[u8], address: &[u8]) -> Vec<[u8; TAG_BYTES]> {
+        let tag = |secret: [u8; 32]| {
+            let key = hmac_sha256(&secret, &[b"tandem kv address ", self.build_id.as_bytes()]);
+            let mut tag = [0; TAG_BYTES];
+            tag.copy_from_slice(&hmac_sha256(&key, &[head, address])[..TAG_BYTES]);
+            tag
+        };
+        (self.secrets.0)().into_iter().map(tag).collect()
     }
 }
 
@@ -82,7 +120,7 @@ impl CheckedAddress {
         if usize::from(u16::from_le_bytes([head[4], head[5]])) != address.len() {
             return Err(AddressError::Length);
         }
-        if !same(&key.tag(head, address), tag) {
+        if !key.tags(head, address).iter().fold(false, |good, ours| same(ours, tag) | good) {
             return Err(AddressError::Tag);
         }
         Self::own(address)
@@ -94,7 +132,8 @@ impl CheckedAddress {
         let mut wire = MAGIC.to_vec();
         // `own` has bounded it.
         wire.extend_from_slice(&(self.bytes as u16).to_le_bytes());
-        let tag = key.tag(&wire, &address);
+        // Without one nobody reads it.
+        let tag = key.tags(&wire, &address).first().copied().unwrap_or_default();
         wire.extend_from_slice(&tag);
         wire.extend_from_slice(&address);
         wire
@@ -133,7 +172,20 @@ mod tests {
     use super::*;
 
     fn key(byte: u8) -> AddressKey {
-        AddressKey::new(&[byte; 32], "ucx-1.13.1/shm/7")
+        AddressKey::new(&[byte; 32].into(), "ucx-1.13.1/shm/7")
+    }
+
+    #[test]
+    fn an_address_is_read_with_any_key_and_tagged_with_the_first() {
+        let keys = |keys: &'static [u8]| {
+            AddressKey::new(&AddressKeys::new(|| keys.iter().map(|byte| [*byte; 32]).collect()), "ucx-1.13.1/shm/7")
+        };
+        let address = CheckedAddress::own(&[7; 100]).expect("short");
+        let read = |from: &AddressKey, by: &AddressKey| CheckedAddress::parse(&address.sealed(from), by).is_ok();
+        let (old, both, next, new) = (keys(&[1]), keys(&[1, 2]), keys(&[2, 1]), keys(&[2]));
+        assert!(read(&old, &both) && read(&both, &old) && read(&both, &next) && read(&next, &both));
+        assert!(read(&next, &new) && read(&new, &next) && !read(&old, &new) && !read(&new, &old));
+        assert!(!read(&keys(&[]), &keys(&[])) && !read(&keys(&[]), &old));
     }
 
     #[test]
@@ -152,7 +204,7 @@ mod tests {
         assert_eq!(changed(HEAD_BYTES - 1), Err(AddressError::Tag));
         assert_eq!(changed(HEAD_BYTES), Err(AddressError::Tag));
         assert_eq!(CheckedAddress::parse(&wire, &key(1)), Err(AddressError::Tag), "another cluster");
-        let other_build = AddressKey::new(&[0; 32], "ucx-1.22.0/shm/7");
+        let other_build = AddressKey::new(&[0; 32].into(), "ucx-1.22.0/shm/7");
         assert_eq!(CheckedAddress::parse(&wire, &other_build), Err(AddressError::Tag), "another build");
         let (bytes, most) = (HEAD_BYTES + MAX_ADDRESS_BYTES + 1, HEAD_BYTES + MAX_ADDRESS_BYTES);
         assert_eq!(CheckedAddress::parse(&vec![0; bytes], &key(0)), Err(AddressError::TooLong { bytes, most }));

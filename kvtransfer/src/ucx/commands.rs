@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use tandem_proto::HandoffId;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
-use super::address::CheckedAddress;
+use super::address::{AddressKey, CheckedAddress};
 use super::ids::EndpointId;
 use super::queue::Queue;
 use crate::arena::{Arena, Run};
@@ -55,24 +55,26 @@ pub(super) struct Shared {
     pub(super) registry: Arc<Registry>,
     pub(super) pending: Arc<PendingAnswers>,
     pub(super) queue: Arc<Queue<Command>>,
-    /// Of the worker, as it travels; written by the driver.
-    pub(super) address: Arc<Mutex<Vec<u8>>>,
+    /// Of the worker, with what tags it; written by the driver.
+    pub(super) address: Arc<Mutex<Option<(CheckedAddress, AddressKey)>>>,
     /// Why the thread ended.
     pub(super) failure: Arc<OnceLock<String>>,
 }
 
 impl Shared {
+    /// As it travels.
     pub(super) fn address(&self) -> Vec<u8> {
-        self.address.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.at_address(<[u8]>::to_vec)
     }
 
     /// Nobody changes the address meanwhile: what is granted under it is known to whoever changes it.
     pub(super) fn at_address<T>(&self, then: impl FnOnce(&[u8]) -> T) -> T {
-        then(&self.address.lock().unwrap_or_else(PoisonError::into_inner))
+        let address = self.address.lock().unwrap_or_else(PoisonError::into_inner);
+        then(&address.as_ref().map(|(address, key)| address.sealed(key)).unwrap_or_default())
     }
 
-    pub(super) fn set_address(&self, address: Vec<u8>) {
-        *self.address.lock().unwrap_or_else(PoisonError::into_inner) = address;
+    pub(super) fn set_address(&self, address: CheckedAddress, key: AddressKey) {
+        *self.address.lock().unwrap_or_else(PoisonError::into_inner) = Some((address, key));
     }
 
     /// What UCX has begun on a device does not end with its requests, nor with its worker: waits for all of it. To be

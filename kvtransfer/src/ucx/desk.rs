@@ -80,7 +80,7 @@ impl Desk {
             region,
             operations: Operations::default(),
             shared,
-            key: AddressKey::new(&config.address_key, &build_id),
+            key: AddressKey::new(&config.address_keys, &build_id),
             config,
             build_id,
             process: ProcessName::own(),

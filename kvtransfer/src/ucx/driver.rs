@@ -151,7 +151,7 @@ impl Driver {
     /// The worker's address is what tickets and hellos say from now on.
     fn make_known(&mut self) -> Result<(), TransferError> {
         let address = self.desk.worker.address()?;
-        self.desk.shared.set_address(address.sealed(&self.desk.key));
+        self.desk.shared.set_address(address.clone(), self.desk.key.clone());
         self.prober = match self.desk.config.profile {
             UcxProfile::Shm => Prober::new(&self.context, &address, Instant::now())
                 .inspect_err(|error| tracing::warn!(%error, "cannot probe the UCX worker"))

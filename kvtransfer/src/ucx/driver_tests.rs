@@ -302,9 +302,11 @@ fn five_thousand_garbled_hellos_are_refused_and_honest_ones_beside_them_welcome(
 fn a_hello_of_another_key_reaches_no_endpoint() {
     let runtime = runtime();
     let _entered = runtime.enter();
-    let (Some(mut receiver), Some(sender), Some(stranger)) =
-        (driver(), driver(), driver_with(UcxConfig { address_key: [1; 32], ..UcxConfig::new(UcxProfile::Shm) }))
-    else {
+    let (Some(mut receiver), Some(sender), Some(stranger)) = (
+        driver(),
+        driver(),
+        driver_with(UcxConfig { address_keys: [1; 32].into(), ..UcxConfig::new(UcxProfile::Shm) }),
+    ) else {
         return;
     };
     let (incoming, _owner) = granted(receiver.desk.registry(), HandoffId([1; 16]));

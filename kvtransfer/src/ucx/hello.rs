@@ -75,7 +75,7 @@ mod tests {
     const BUILD: &str = "ucx-1.13.1/shm/7";
 
     fn key() -> AddressKey {
-        AddressKey::new(&[5; 32], BUILD)
+        AddressKey::new(&[5; 32].into(), BUILD)
     }
 
     proptest! {

@@ -65,6 +65,7 @@ use tokio::sync::{Semaphore, oneshot};
 use ucx_sys::Api;
 pub use ucx_sys::{SETTINGS, prepare_environment};
 
+pub use self::address::AddressKeys;
 use self::address::{AddressKey, CheckedAddress};
 use self::commands::{Command, Shared};
 use self::driver::Driver;
@@ -104,7 +105,7 @@ impl UcxTransport {
         let api = Api::load(config.lib_dir.as_deref())
             .map_err(|error| TransferError::new(TransferErrorKind::Incompatible, error.to_string()))?;
         let build_id = build_id(api, &config, &arena);
-        let key = AddressKey::new(&config.address_key, &build_id);
+        let key = AddressKey::new(&config.address_keys, &build_id);
         let shared = Shared::new(arena, &config)?;
         let (started, outcome) = std::sync::mpsc::sync_channel(1);
         let (for_driver, driver_config, driver_build) = (shared.clone(), config.clone(), build_id.clone());

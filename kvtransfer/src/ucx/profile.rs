@@ -3,6 +3,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use super::address::AddressKeys;
 use crate::mutation::Mutation;
 use crate::session::DEFAULT_GRACE;
 use crate::terms::Faults;
@@ -72,9 +73,9 @@ pub struct UcxConfig {
     /// Writes of a peer into the blocks of an aborted hand-off end within this time, or its endpoint is closed by
     /// force; and if that does not end them, the whole worker is replaced, which does.
     pub grace: Duration,
-    /// The cluster's secret: a node connects only to addresses that were tagged with the same one. All zeros, which is
+    /// The cluster's secrets: a node connects only to addresses that were tagged with one of them. All zeros, which is
     /// the default, is known to everybody: then the tag is a checksum, which keeps out accidents, and not a proof.
-    pub address_key: [u8; 32],
+    pub address_keys: AddressKeys,
     /// Shared memory only: the receiver copies out of the sender's memory, where it can map that (`one_copy/`).
     pub one_copy: bool,
     /// Announced payloads wait at their senders while so many whole frames are under way to this node. Few,
@@ -92,7 +93,7 @@ pub struct UcxConfig {
 /// Without the secret.
 impl fmt::Debug for UcxConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let keyed = self.address_key != [0; 32];
+        let keyed = self.address_keys.are_secret();
         f.debug_struct("UcxConfig").field("profile", &self.profile).field("keyed", &keyed).finish_non_exhaustive()
     }
 }
@@ -114,7 +115,7 @@ impl UcxConfig {
             credit_bytes: 64 << 20,
             stall_timeout: Duration::from_secs(5),
             grace: DEFAULT_GRACE,
-            address_key: [0; 32],
+            address_keys: AddressKeys::default(),
             one_copy: profile == UcxProfile::Shm,
             landing_frames: 8,
             max_peers: 256,

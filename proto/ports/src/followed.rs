@@ -1,5 +1,5 @@
-//! The files of a certificate while a process runs: whether one of them is another one now, and reading them again.
-//! Secrets are replaced at any time, and nobody sends a signal (Kubernetes, cert-manager, SPIFFE's helper).
+//! The files of a certificate or a token while a process runs: whether one of them is another one now, and reading them
+//! again. Secrets are replaced at any time, and nobody sends a signal (Kubernetes, cert-manager, SPIFFE's helper).
 use std::fmt::Display;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ type Stamp = Option<(u64, i64, i64, u64)>;
 /// Files that are read again.
 #[derive(Debug)]
 pub(crate) struct Followed {
-    /// Which certificates they are, for people.
+    /// What is in them, for people.
     what: &'static str,
     paths: Vec<PathBuf>,
     seen: Mutex<Seen>,
@@ -63,7 +63,7 @@ impl Followed {
         let is_news = error.is_none() || self.seen().error != error;
         self.seen().error.clone_from(&error);
         match error {
-            None => tracing::info!("{} read again ({why}), for new connections", self.what),
+            None => tracing::info!("{} read again ({why}), for what is new", self.what),
             Some(error) if is_news => tracing::error!(error, "the old {} stay", self.what),
             Some(_) => {}
         }

@@ -3,7 +3,8 @@
 //!
 //! - [`Port`]: a listener within its limits. [`Places`]: who of its connections goes when there are too many.
 //! - [`serve_http`]: HTTP/1.1 and HTTP/2 on a port. [`serve_grpc`]: gRPC on one.
-//! - [`JoinToken`], [`JoinGuard`]: the secret of a cluster's own processes, and who asks for it.
+//! - [`JoinToken`], [`JoinGuard`]: the secret of a cluster's own processes, and who asks for it; [`JoinTokens`]: as its
+//!   file is read again.
 //! - [`Tls`]: certificates of a port for clients; a handshake is part of a connection's first bytes. [`ClientName`]:
 //!   whom a client's own certificate is for.
 //! - [`NodeTls`]: certificates among the cluster's own processes, who know each other by [`PeerName`].
@@ -18,6 +19,9 @@ mod grpc;
 mod held;
 mod http;
 mod join;
+mod join_token;
+mod join_tokens;
+mod life_secret;
 mod node_tls;
 mod node_tls_files;
 mod peer_name;
@@ -40,7 +44,10 @@ pub use crate::client_name::ClientName;
 use crate::connection::Connection;
 pub use crate::grpc::{CLIENT_STREAMS, KeepAlive, NODE_STREAMS, serve_grpc};
 pub use crate::http::serve_http;
-pub use crate::join::{JOIN_HEADER, JoinGuard, JoinToken, JoinTokenError, Joined};
+pub use crate::join::{JOIN_HEADER, JoinGuard, Joined};
+pub use crate::join_token::{JoinToken, JoinTokenError};
+pub use crate::join_tokens::JoinTokens;
+pub use crate::life_secret::{LIFE_SECRET_BYTES, is_life_secret, life_digest};
 use crate::node_tls::Caller;
 pub use crate::node_tls::NodeTls;
 pub use crate::node_tls_files::NodeTlsFiles;

@@ -1,6 +1,6 @@
-//! The log: lines on stderr, filtered by `RUST_LOG`, for people or as JSON. What is logged while a request is worked on
-//! ([`request_span`]) carries its trace and span id, becomes an event of that span ([`notes`](crate::notes)), and goes
-//! to the collector where there is one. Nobody who logs waits for whoever reads stderr (`stderr`).
+//! The log: lines on stderr, chosen by [`LogFilter`], for people or as JSON. What is logged while a request is worked
+//! on ([`request_span`]) carries its trace and span id, becomes an event of that span ([`notes`](crate::notes)), and
+//! goes to the collector where there is one. Nobody who logs waits for whoever reads stderr (`stderr`).
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::fmt::{self, Display};
 use std::io::{IsTerminal, Write};
@@ -11,20 +11,18 @@ use std::time::Duration;
 use serde_json::{Map, Value, json};
 use tandem_proto::TraceContext;
 use tracing::{Event, Span, Subscriber};
+use tracing_subscriber::fmt as lines;
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::layer::{Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt;
-use tracing_subscriber::{EnvFilter, fmt as lines};
 
 use crate::fields::Fields;
+use crate::log_filter::LogFilter;
 use crate::stderr::Lines;
 use crate::traced::{Traced, ids_of};
-
-/// The HTTP/2 stack below us logs every frame at debug; nobody asks for that with `RUST_LOG=debug`.
-const QUIET: &str = "info,h2=warn,hyper=warn,hyper_util=warn,tower=warn,tonic=warn,opentelemetry=warn";
 
 /// How lines look.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -89,8 +87,7 @@ impl Drop for Log {
 
 /// Starts logging for this process. What cannot be written (a full disk) is lost, and the process goes on. A second
 /// call keeps the first set-up, which is what tests want.
-pub fn init_logging(service: &'static str, format: LogFormat) -> Log {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(QUIET));
+pub fn init_logging(service: &'static str, filter: &LogFilter, format: LogFormat) -> Log {
     let writer = LINES.get_or_init(|| Lines::to_stderr(lost_notice(format), service)).clone();
     let lines = lines::layer()
         .with_writer(writer.clone())
@@ -102,7 +99,7 @@ pub fn init_logging(service: &'static str, format: LogFormat) -> Log {
         LogFormat::Text => lines.boxed(),
         LogFormat::Json => lines.event_format(Json { service }).boxed(),
     };
-    let started = tracing_subscriber::registry().with(filter).with(Traced).with(lines).try_init();
+    let started = tracing_subscriber::registry().with(filter.install()).with(Traced).with(lines).try_init();
     if started.is_ok() {
         panic_into(writer.clone());
         tracing::debug!(service, "logging started");
@@ -141,7 +138,7 @@ fn lost_notice(format: LogFormat) -> fn(u64, &'static str) -> String {
 }
 
 /// The span within which a request's lines are logged: `context` is the span that they belong to. It is there whatever
-/// `RUST_LOG` says of lines.
+/// the filter says of lines.
 pub fn request_span(context: TraceContext) -> Span {
     let (trace_id, span_id) = (context.trace_id_hex(), tandem_proto::trace::hex(&context.span_id));
     tracing::error_span!(target: "tandem", "request", trace_id, span_id)

@@ -310,6 +310,16 @@ impl Queue {
         self.bounds.max_queue
     }
 
+    /// Requests that may run and wait.
+    pub fn most(&self) -> usize {
+        self.bounds.max_inflight + self.bounds.max_queue
+    }
+
+    /// Whether there is a longest time to a first token.
+    pub fn has_objective(&self) -> bool {
+        self.bounds.max_ttft.is_some()
+    }
+
     /// Why nobody may wait now, if so: as many wait as may. Without a queue only those who do not start are refused.
     pub fn full(&self, now: Instant) -> Option<Refused> {
         if self.bounds.max_queue == 0 || self.waiting() < self.bounds.max_queue {

@@ -75,6 +75,30 @@ async fn limits_change_while_requests_run_and_wait() {
     assert!(admission.enter_all(&tenant, vec![slow], later).is_ok());
 }
 
+#[tokio::test]
+async fn a_queue_comes_and_goes_while_requests_run() {
+    let nodes = Arc::new(Nodes { full: true.into(), ..Nodes::default() });
+    let limits = |max_queue| Limits { max_inflight: 2, max_queue, ..Limits::default() };
+    let admission = Admission::new(&limits(0), Arc::clone(&nodes), false);
+    let tenant = Tenant::default();
+    let enter = || admission.enter_all(&tenant, vec![ask()], clock::now()).map(|mut entered| entered.pop().unwrap());
+    let without = enter().unwrap().admitted().await.unwrap();
+    assert_eq!(nodes.looks(), 0, "without a queue the nodes' room does not matter");
+    assert_eq!((admission.most_requests(), admission.has_objective()), (2, false));
+    admission.set_limits(&Limits { max_ttft: Some(Duration::from_secs(1)), ..limits(3) });
+    assert_eq!((admission.most_requests(), admission.has_objective()), (5, true));
+    let waiting = [enter().unwrap(), enter().unwrap()];
+    assert_eq!(admission.counts(), Counts { inflight: 1, queued: 2 }, "the nodes have no room");
+    admission.set_limits(&limits(0));
+    let [next, last] = waiting;
+    let next = next.admitted().await.unwrap();
+    assert_eq!(admission.counts(), Counts { inflight: 2, queued: 1 });
+    assert_eq!(enter().unwrap_err().reason, Reason::QueueFull);
+    drop((without, next));
+    drop(last.admitted().await.unwrap());
+    assert_eq!(admission.counts(), Counts::default());
+}
+
 fn demand(answer_tokens: u32) -> Demand {
     Demand { prompt_tokens: 10, max_tokens: 20, answer_tokens, hashes: Vec::new() }
 }

@@ -53,7 +53,7 @@ pub fn deadline(shared: &Shared, request: &GenerationRequest) -> Instant {
 
 /// More than run and wait at a time never get in together: another try would be of no use.
 fn few_enough(shared: &Shared, requests: usize) -> Result<(), Error> {
-    let most = shared.limits.max_inflight as usize + shared.limits.max_queue;
+    let most = shared.admission.most_requests();
     if requests > most {
         let message = format!("{requests} answers are asked for at once; this router takes {most} of all its clients");
         return Err(Error::invalid("n", message));
@@ -95,7 +95,7 @@ fn asks(shared: &Shared, requests: &[GenerationRequest], now: Instant) -> Vec<As
 
 /// The nodes' part of the way to the first token, where somebody has said how long it may be.
 fn predicted(shared: &Shared, request: &GenerationRequest, now: Instant) -> Option<Predicted> {
-    if shared.limits.max_ttft.is_none() && request.deadline.is_none() {
+    if request.deadline.is_none() && !shared.admission.has_objective() {
         return None;
     }
     let membership = &shared.membership;

@@ -70,7 +70,7 @@ impl Run {
             admission: shared.admission.clone(),
             budget: shared.retry_budget.clone(),
             // As in the queue: without one, nobody waits for room.
-            node_queue: (shared.limits.max_queue > 0).then_some(shared.limits.node_queue),
+            node_queue: (shared.admission.max_queue() > 0).then_some(shared.limits.node_queue),
             claim: self.slot.as_ref().map(Slot::claim),
             demand: self.demand(),
             wish: Wish { keep, avoid: self.replan.avoid().clone(), continues },

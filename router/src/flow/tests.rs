@@ -470,7 +470,9 @@ async fn joining_and_leaving_over_grpc() {
     let report = |info| v1::NodeReport { report: Some(v1::node_report::Report::Register(info)) };
     let load = || v1::NodeReport { report: Some(v1::node_report::Report::Load(v1::Load::default())) };
     let nodes = || service.cluster_json()["nodes"].as_array().unwrap().len();
-    let info = fakes::register("p0", v1::Role::Prefill, "http://127.0.0.1:1");
+    let secret = vec![7; 32];
+    let secret_digest = tandem_ports::life_digest(&secret).to_vec();
+    let info = v1::Register { secret_digest, ..fakes::register("p0", v1::Role::Prefill, "http://127.0.0.1:1") };
     let stranger = v1::Register { model_digest: 1, ..info.clone() };
     let refusal = client.join(tokio_stream::once(report(stranger))).await.unwrap_err();
     assert_eq!(refusal.code(), tonic::Code::FailedPrecondition);
@@ -488,8 +490,15 @@ async fn joining_and_leaving_over_grpc() {
     (&mut joined).await;
     assert_eq!(service.cluster_json()["nodes"][0]["id"], "p0");
 
-    // Of an older session with it, delivered late: the one that lives is not ended.
-    let late = v1::Register { life: 7, ..info };
+    // Who only knows what travels is told when to come again, and counted.
+    let namesake = client.join(tokio_stream::once(report(v1::Register { life: 8, ..info.clone() }))).await.unwrap_err();
+    let namesake = tandem_proto::Error::from(namesake);
+    assert_eq!(namesake.kind, tandem_proto::ErrorKind::Unavailable);
+    assert!(namesake.retry_after.is_some_and(|wait| wait <= Duration::from_millis(1501)), "{namesake:?}");
+    let counts = service.membership().refusals().counts();
+    assert!(counts.contains(&(tandem_proto::ErrorKind::Unavailable, 1)), "{counts:?}");
+    // Of another session with it, delivered late: the one that lives is not ended.
+    let late = v1::Register { life: 7, ended: vec![v1::LifeSecret { secret }], ..info };
     let mut answer = client.join(tokio_stream::once(report(late))).await.unwrap().into_inner();
     while answer.message().await.is_ok_and(|reply| reply.is_some()) {}
     assert_eq!(service.cluster_json()["nodes"][0]["id"], "p0");

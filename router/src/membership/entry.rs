@@ -4,7 +4,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tandem_proto::v1;
+use tandem_ports::is_life_secret;
+use tandem_proto::{Error, ErrorKind, v1};
 
 use super::Node;
 use super::booking::{Bookings, Stage};
@@ -113,6 +114,37 @@ impl Entry {
     /// `suspicion`.
     pub fn is_sound(&self, now: Instant, suspicion: Duration) -> bool {
         self.breaker.admits(now) && now.saturating_duration_since(self.heard) <= suspicion
+    }
+
+    /// Whether its life here is over for one that says this of itself, and has its name: that is another life of the
+    /// same process, which proves it, or this one was silent for `suspicion`. Its requests end for whoever takes its
+    /// name.
+    ///
+    /// # Errors
+    /// `Unavailable`, with the time after which it yields if it says nothing more.
+    pub fn yields_to(&self, info: &v1::Register, now: Instant, suspicion: Duration) -> Result<(), Error> {
+        let own = &self.node.info;
+        let refuse = |how: String| {
+            let message = format!("node `{}` is in a session with this router already, {how}", info.node_id);
+            Error::new(ErrorKind::Unavailable, message)
+        };
+        let same = own.incarnation == info.incarnation;
+        if same && own.link != info.link {
+            return Err(refuse("by another address of it".to_owned()));
+        }
+        let silent = now.saturating_duration_since(self.heard);
+        let shows = |life: &v1::LifeSecret| is_life_secret(&life.secret, &own.secret_digest);
+        if silent > suspicion || same && info.ended.iter().any(shows) {
+            return Ok(());
+        }
+        let wait = suspicion.saturating_sub(silent) + Duration::from_millis(1);
+        let (heard_ms, wait_ms) = (silent.as_millis(), wait.as_millis());
+        let who = if same { "and this is no proof that it is over" } else { "as another process" };
+        let error = refuse(format!(
+            "{who}: that one was heard {heard_ms} ms ago, and has to be silent for {wait_ms} ms more. Give each node a \
+             --node-id of its own; a node that was started again joins then"
+        ));
+        Err(Error { retry_after: Some(wait), ..error })
     }
 
     /// Brings up to date what depends on the time, and forgets what the last request's prompt had here.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use http::uri::Authority;
 use http::{HeaderMap, HeaderName, HeaderValue};
-use tandem_ports::{JOIN_HEADER, NodeTls, PeerRole, Wanted};
+use tandem_ports::{JoinTokens, NodeTls, PeerRole, Wanted};
 use tandem_proto::{LIFE_HEADER, Life, v1};
 use tonic::Status;
 use tonic::body::Body;
@@ -23,8 +23,8 @@ pub type NodeClient = BoxCloneSyncService<http::Request<Body>, http::Response<Bo
 pub(super) enum Connector {
     /// At their endpoints.
     Network {
-        /// In each call's head: the cluster's own know each other by it.
-        token: Option<HeaderValue>,
+        /// The first of them is in each call's head: the cluster's own know each other by it.
+        tokens: Option<JoinTokens>,
         /// What connections are within.
         tls: Option<NodeTls>,
     },
@@ -33,7 +33,7 @@ pub(super) enum Connector {
 
 impl Default for Connector {
     fn default() -> Self {
-        Self::Network { token: None, tls: None }
+        Self::Network { tokens: None, tls: None }
     }
 }
 
@@ -41,7 +41,7 @@ impl Connector {
     /// The same, within TLS if there is one.
     pub fn within(self, tls: Option<&NodeTls>) -> Self {
         match self {
-            Self::Network { token, .. } => Self::Network { token, tls: tls.cloned() },
+            Self::Network { tokens, .. } => Self::Network { tokens, tls: tls.cloned() },
             Self::InProcess(find) => Self::InProcess(find),
         }
     }
@@ -53,10 +53,9 @@ impl Connector {
         let life = HeaderValue::from_str(&Life(info.life).to_string());
         life.into_iter().for_each(|life| drop(head.insert(HeaderName::from_static(LIFE_HEADER), life)));
         match self {
-            Self::Network { token, tls } => {
-                token.iter().for_each(|token| drop(head.insert(JOIN_HEADER, token.clone())));
+            Self::Network { tokens, tls } => {
                 let wanted = || Wanted::Node { role: peer_role(role), node_id: info.node_id.clone() };
-                NodeClient::new(Wire::new(endpoint, head, tls.clone().map(|tls| (tls, wanted()))))
+                NodeClient::new(Wire::new(endpoint, (head, tokens.clone()), tls.clone().map(|tls| (tls, wanted()))))
             }
             Self::InProcess(find) => {
                 NodeClient::new(find(info).map_request(move |mut request: http::Request<Body>| {

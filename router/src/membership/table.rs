@@ -119,20 +119,7 @@ impl Table {
         }
         let twin = self.entries.values().find(|entry| entry.node.info.node_id == info.node_id);
         match twin {
-            Some(twin) if twin.node.info.incarnation == info.incarnation => match twin.node.info.link == info.link {
-                true => Ok(()),
-                false => Err(here_already(info, "by another address of it")),
-            },
-            Some(twin) => {
-                let silent = now.saturating_duration_since(twin.heard);
-                if silent > self.suspicion {
-                    return Ok(());
-                }
-                // Its requests would end for whoever takes its name.
-                let heard = format!("which was heard {} ms ago", silent.as_millis());
-                let how = format!("as another process, {heard}: give each node a --node-id of its own");
-                Err(here_already(info, &how))
-            }
+            Some(twin) => twin.yields_to(info, now, self.suspicion),
             None if self.entries.len() >= MAX_NODES => {
                 Err(Error::new(ErrorKind::Overloaded, format!("the router holds {MAX_NODES} nodes already")))
             }
@@ -580,9 +567,4 @@ impl Table {
 fn declared_dead(info: &v1::Register) -> Error {
     let message = format!("node `{}`: this life ({}) was declared dead", info.node_id, Life(info.life));
     Error::new(ErrorKind::DeclaredDead, message)
-}
-
-fn here_already(info: &v1::Register, how: &str) -> Error {
-    let message = format!("node `{}` is in a session with this router already, {how}", info.node_id);
-    Error::new(ErrorKind::Unavailable, message)
 }

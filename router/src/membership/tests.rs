@@ -7,6 +7,7 @@ mod predictions;
 mod retries;
 mod ways;
 
+use tandem_ports::life_digest;
 use tandem_proto::{ErrorKind, SequenceHash};
 
 use super::breaker::Circuit;
@@ -49,7 +50,14 @@ pub(crate) fn register(node_id: &str, role: v1::Role, incarnation: u64) -> v1::R
         kv_order: "bf16-pairs".into(),
         life: incarnation,
         link: 1,
+        secret_digest: life_digest(&secret(incarnation)).to_vec(),
+        ended: Vec::new(),
     }
+}
+
+/// Of a life.
+fn secret(life: u64) -> [u8; 32] {
+    std::array::from_fn(|byte| life.to_le_bytes()[byte % 8])
 }
 
 fn route(membership: &Membership, prompt: u32, max: u32) -> Result<Route, NoPair> {
@@ -379,6 +387,8 @@ fn a_namesake_replaces_a_node_that_is_silent_and_no_other() {
     let refused = at(LEASE / 2).unwrap_err();
     assert_eq!(refused.kind, ErrorKind::Unavailable);
     assert!(refused.message.contains("another process") && refused.message.contains("--node-id"), "{refused}");
+    assert_eq!(refused.retry_after, Some(Duration::from_millis(1)), "{refused}");
+    assert_eq!(at(LEASE / 6).unwrap_err().retry_after, Some(LEASE / 3 + Duration::from_millis(1)));
     assert!(!dead(&node));
     let later = at(SUSPECT).unwrap();
     assert!(dead(&node) && !dead(&later));

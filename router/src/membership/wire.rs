@@ -22,7 +22,7 @@ use h2::{Ping, PingPong, RecvStream};
 use http::uri::{Authority, PathAndQuery, Scheme};
 use http::{HeaderMap, Request, Response, Uri};
 use http_body::Frame;
-use tandem_ports::{NodeTls, Wanted};
+use tandem_ports::{JOIN_HEADER, JoinTokens, NodeTls, Wanted};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tonic::Status;
@@ -55,12 +55,15 @@ pub(super) struct Wire {
 struct Way {
     node: Authority,
     /// What each call says beside its own head: whose it is.
-    own: HeaderMap,
+    own: Own,
     /// Within TLS, and then with nobody but this node.
     secured: Option<Secured>,
     line: Mutex<Option<Line>>,
     ahead: Ahead,
 }
+
+/// What does not change, and the cluster's tokens, of which the one that is shown may.
+pub(super) type Own = (HeaderMap, Option<JoinTokens>);
 
 /// What a connection is within, and whom it is to.
 pub(super) type Secured = (NodeTls, Wanted);
@@ -78,14 +81,18 @@ struct Connected {
 
 impl Wire {
     /// To the node there, with `own` in each call's head; connects at the first one.
-    pub fn new(node: Authority, own: HeaderMap, secured: Option<Secured>) -> Self {
+    pub fn new(node: Authority, own: Own, secured: Option<Secured>) -> Self {
         Self { way: Arc::new(Way { node, own, secured, line: Mutex::default(), ahead: Ahead::default() }) }
     }
 
     async fn open(self, request: Request<Body>) -> Result<Response<Body>, Status> {
         let (mut head, body) = request.into_parts();
-        for (name, value) in &self.way.own {
+        let (own, tokens) = &self.way.own;
+        for (name, value) in own {
             head.headers.insert(name, value.clone());
+        }
+        if let Some(tokens) = tokens {
+            head.headers.insert(JOIN_HEADER, tokens.header());
         }
         let head = Head { uri: self.target(head.uri)?, method: head.method, headers: head.headers };
         let call = match self.way.ahead.take(&head) {

@@ -116,8 +116,8 @@ impl Cache {
 mod tests {
     use prometheus_client::encoding::text::encode;
 
-    use super::super::exemplar::TraceId;
     use super::*;
+    use tandem_telemetry::exposition::TraceId;
 
     #[test]
     fn hand_offs_move_the_numbers() {

@@ -1,4 +1,5 @@
 //! Names of KV blocks: which routers agree on them, and that others find nothing.
+use tandem_ports::JoinToken;
 use tandem_proto::CacheSalt;
 use tandem_proto::hash::sequence_hashes;
 
@@ -9,8 +10,8 @@ use crate::admission::tenant::{Tenant, Terms};
 const TOKENS: [&str; 2] = ["0123456789abcdef", "0123456789abcdeg"];
 
 fn router(token: Option<&str>) -> Membership {
-    let token = token.map(|token| JoinToken::of(token).unwrap());
-    membership().with_join_token(token.as_ref())
+    let tokens = token.map(|token| JoinTokens::from(JoinToken::of(token).unwrap()));
+    membership().with_join_tokens(tokens.as_ref())
 }
 
 /// Of one prompt of a tenant, as this router has them, and as nodes get them by its requests' salt.

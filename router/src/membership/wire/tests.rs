@@ -27,7 +27,7 @@ async fn connected_to(server: &h2::server::Builder) -> (Wire, Server, Writes) {
     let writes = Writes::default();
     let counted = Counted { io: near, writes: Arc::clone(&writes) };
     let (connected, server) = tokio::join!(serve(counted), server.handshake(far));
-    let wire = Wire::new("node:1".parse().unwrap(), HeaderMap::new(), None);
+    let wire = Wire::new("node:1".parse().unwrap(), (HeaderMap::new(), None), None);
     *wire.lock() = Some(async { connected }.boxed().shared());
     (wire, server.unwrap(), writes)
 }
@@ -324,7 +324,8 @@ async fn calls_that_come_together_leave_as_many_open_and_no_more() {
 #[tokio::test]
 async fn a_broken_connection_is_made_anew() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let mut wire = Wire::new(listener.local_addr().unwrap().to_string().parse().unwrap(), HeaderMap::new(), None);
+    let mut wire =
+        Wire::new(listener.local_addr().unwrap().to_string().parse().unwrap(), (HeaderMap::new(), None), None);
     for _ in 0..3 {
         let (request, _messages) = request("start");
         let (answer, _) = tokio::join!(wire.call(request), async {
@@ -348,7 +349,8 @@ async fn a_broken_connection_is_made_anew() {
 #[tokio::test]
 async fn calls_that_are_open_end_with_their_connection() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let mut wire = Wire::new(listener.local_addr().unwrap().to_string().parse().unwrap(), HeaderMap::new(), None);
+    let mut wire =
+        Wire::new(listener.local_addr().unwrap().to_string().parse().unwrap(), (HeaderMap::new(), None), None);
     for drains in [true, false, true, false] {
         let (request, _messages) = request("start");
         let answering = async {
@@ -404,7 +406,7 @@ async fn who_leaves_before_the_node_has_room_says_nothing() {
 #[tokio::test]
 async fn nobody_there_is_said_by_name() {
     let free = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
-    let mut wire = Wire::new(free.to_string().parse().unwrap(), HeaderMap::new(), None);
+    let mut wire = Wire::new(free.to_string().parse().unwrap(), (HeaderMap::new(), None), None);
     let status = wire.call(request("start").0).await.unwrap_err();
     assert_eq!(status.code(), tonic::Code::Unavailable);
     assert!(status.message().starts_with(&format!("cannot connect to {free}: ")), "{}", status.message());
