@@ -8,8 +8,8 @@
 //!   that share a core warm up in turns.
 //! - [`serve`]: listeners, gRPC with health, the admin port, membership, and the drain that ends them.
 //! - [`credentials`]: what a node shows to the others of its cluster, and asks of them.
-//! - [`routers`]: which routers there are, by [`router_address`]; [`membership`]: the stream to one of them; [`lives`]:
-//!   what each of them has here, which ends with its session; [`lease`]: how long a session lives without a word;
+//! - [`routers`]: which routers there are, by [`router_address`] and [`router_source`]; [`membership`]: the stream to
+//!   one of them; [`lives`]: what each of them has here, which ends with its session; [`lease`]: how long a session lives without a word;
 //!   [`kv_feed`]: what a router is told of the prefix cache; [`clock_offset`]: how far this host's clock is from a
 //!   router's.
 //! - [`admin`]: `/health` and `/metrics`.
@@ -43,6 +43,7 @@ pub mod processor;
 pub mod reach;
 pub mod request;
 pub mod router_address;
+pub mod router_source;
 pub mod routers;
 pub mod serve;
 pub mod tasks;
