@@ -9,9 +9,9 @@
 //! - [`serve`]: listeners, gRPC with health, the admin port, membership, and the drain that ends them.
 //! - [`credentials`]: what a node shows to the others of its cluster, and asks of them.
 //! - [`routers`]: which routers there are, by [`router_address`] and [`router_source`]; [`membership`]: the stream to
-//!   one of them; [`lives`]: what each of them has here, which ends with its session; [`lease`]: how long a session lives without a word;
-//!   [`kv_feed`]: what a router is told of the prefix cache; [`clock_offset`]: how far this host's clock is from a
-//!   router's.
+//!   one of them; [`lives`]: what each of them has here, which ends with its session; [`lease`]: how long a session
+//!   lives without a word; [`kv_feed`]: what a router is told of the prefix cache; [`clock_offset`]: how far this
+//!   host's clock is from a router's.
 //! - [`admin`]: `/health` and `/metrics`.
 //! - [`facts`]: what this machine has, as a node finds it, for the tool that asks.
 //! - [`work`]: calls in flight, their limit, and the wait for them at drain; [`tasks`]: where they run; [`handoffs`]:

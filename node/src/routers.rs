@@ -67,7 +67,10 @@ impl Dialling {
                 () = self.stop.cancelled() => break,
                 // A task that panicked has no address: that one stays listed and is not dialled again.
                 Some(ended) = links.join_next() => match ended {
-                    Ok(address) => listed.ended(&address),
+                    Ok(address) => {
+                        tracing::info!(source = source.name(), %address, "a router has left");
+                        listed.ended(&address)
+                    }
                     Err(_) => continue,
                 },
                 addresses = source.next() => listed.resolved(addresses),

@@ -1,6 +1,6 @@
-//! One key under a prefix of etcd, for as long as its owner wants it there. It hangs on a lease: if the owner dies, etcd
-//! removes the key [`TTL`] later. One task renews the lease and looks whether the key is still there. An etcd that was
-//! away, restarted or emptied has it back soon; a process that stood still comes back by itself.
+//! One key under a prefix of etcd, for as long as its owner wants it there. It hangs on a lease: if the owner dies,
+//! etcd removes the key [`TTL`] later. One task renews the lease and looks whether the key is still there. An etcd that
+//! was away, restarted or emptied has it back soon; a process that stood still comes back by itself.
 use std::time::{Duration, Instant};
 
 use anyhow::Context;

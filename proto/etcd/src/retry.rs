@@ -26,8 +26,8 @@ impl Backoff {
         self.whole_since = Some(now);
     }
 
-    /// It did not, or what it had is lost at `now`. Says how long to wait, and whether this is news: processes that lost
-    /// etcd at one time come back at different ones, and what does not last is not an end of the outage.
+    /// It did not, or what it had is lost at `now`. Returns how long to wait, and whether this is news: processes that
+    /// lost etcd at one time come back at different ones, and what does not last is not an end of the outage.
     pub(crate) fn lost(&mut self, now: Instant, random: &mut impl Rng) -> (Duration, bool) {
         let lasted = self.whole_since.take().map(|since| now.saturating_duration_since(since));
         let first = self.next == FIRST && lasted.is_none();
