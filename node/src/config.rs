@@ -25,9 +25,9 @@ use crate::router_address::{MAX_ROUTERS, RouterAddress};
 #[derive(Args, Debug)]
 pub struct NodeArgs {
     /// A router's gRPC address: http://host:port. Or those of several, now and later: dns:///host:port for all
-    /// addresses that the name has, etcd://host:port[,host:port…]/prefix for all that register there (--register of the
-    /// routers), etcds:// for the same within TLS. Repeatable: the node serves all of them. Give all nodes the same ones
-    /// in the same order.
+    /// addresses that the name has, etcd://host:port[,host:port…]/prefix for all that register there (the routers'
+    /// --register), etcds:// for the same within TLS. Repeatable: the node serves all of them. Give all nodes the same
+    /// ones in the same order.
     #[arg(long, required = true, value_name = "URL")]
     pub router: Vec<String>,
     /// How etcd is reached.
