@@ -57,7 +57,7 @@ pub(crate) async fn connect(etcd: &Etcd) -> anyhow::Result<Client> {
 pub(crate) async fn answer<T>(
     call: impl Future<Output = Result<T, etcd_client::Error>>,
 ) -> Result<T, etcd_client::Error> {
-    let late = |_| etcd_client::Error::Internal("it does not answer".to_owned());
+    let late = |_| etcd_client::Error::IoError(io::Error::new(io::ErrorKind::TimedOut, "it does not answer"));
     timeout(CALL_TIMEOUT, call).await.map_err(late)?
 }
 

@@ -93,8 +93,12 @@ impl Owner {
         let mut first = true;
         loop {
             let lease = self.renewed(&mut client).await?;
-            if self.put_if_missing(&mut client, lease).await? {
-                tracing::info!(etcd = %self.etcd.address, key = self.key, "registered in etcd");
+            let put = self.put_if_missing(&mut client, lease).await?;
+            let (etcd, key) = (&self.etcd.address, &self.key);
+            if put {
+                tracing::info!(%etcd, key, "registered in etcd");
+            } else if first {
+                tracing::info!(%etcd, key, "still registered in etcd");
             }
             if std::mem::take(&mut first) {
                 self.backoff.whole(Instant::now());
