@@ -50,8 +50,9 @@ impl EtcdServer {
 
     /// With TLS at a port of its own, where clients show certificates. The files are in [`Self::dir`].
     #[must_use]
-    pub fn with_tls(self) -> Self {
-        Self { tls: true, ..self }
+    pub fn with_tls(mut self) -> Self {
+        self.tls = true;
+        self
     }
 
     /// For files.

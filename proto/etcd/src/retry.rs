@@ -10,13 +10,14 @@ const LONGEST: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(crate) struct Backoff {
     next: Duration,
-    /// What was lost is one outage with what is lost soon after it.
     whole_since: Option<Instant>,
+    /// It was said.
+    outage: bool,
 }
 
 impl Default for Backoff {
     fn default() -> Self {
-        Self { next: FIRST, whole_since: None }
+        Self { next: FIRST, whole_since: None, outage: false }
     }
 }
 
@@ -30,11 +31,10 @@ impl Backoff {
     /// lost etcd at one time come back at different ones, and what does not last is not an end of the outage.
     pub(crate) fn lost(&mut self, now: Instant, random: &mut impl Rng) -> (Duration, bool) {
         let lasted = self.whole_since.take().map(|since| now.saturating_duration_since(since));
-        let first = self.next == FIRST && lasted.is_none();
-        let news = first || lasted.is_some_and(|lasted| lasted >= LONGEST);
-        if news {
-            self.next = FIRST;
+        if lasted.is_some_and(|lasted| lasted >= LONGEST) {
+            (self.next, self.outage) = (FIRST, false);
         }
+        let news = !std::mem::replace(&mut self.outage, true);
         let pause = random.random_range(self.next / 2..=self.next);
         self.next = (self.next * 2).min(LONGEST);
         (pause, news)
@@ -66,5 +66,8 @@ mod tests {
         backoff.whole(now + Duration::from_secs(40));
         let (pause, news) = lost(&mut backoff, 50);
         assert!(news && pause <= FIRST);
+        let mut young = Backoff::default();
+        young.whole(now);
+        assert!(lost(&mut young, 1).1, "the first one, however soon");
     }
 }
