@@ -37,7 +37,7 @@ test: ## Format, lints, build, all tests (some start real clusters); CUDA's on a
 	# Two hosts are network namespaces: where they can be had (as root), tests that cannot make them fail.
 	namespaces=$$(unshare --net --ipc --mount sh -c 'ip link add name br0 type bridge && ip link add name v0 type veth peer name v1' \
 	  > /dev/null 2>&1 && echo 1 || echo 0); echo "TANDEM_REQUIRE_NAMESPACES=$$namespaces"; \
-	  TANDEM_REQUIRE_EMU=1 TANDEM_REQUIRE_UCX=1 TANDEM_REQUIRE_NAMESPACES=$$namespaces \
+	  TANDEM_REQUIRE_EMU=1 TANDEM_REQUIRE_UCX=1 TANDEM_REQUIRE_ETCD=1 TANDEM_REQUIRE_NAMESPACES=$$namespaces \
 	  cargo test --release --locked --workspace
 	# The device's kernels once more: with the checker of accesses, and in an order that a printed seed repeats.
 	engine/cuda/emu/again.sh

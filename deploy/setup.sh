@@ -2,8 +2,8 @@
 # Prepares this machine for building and running Tandem. Says what it installs; does nothing when everything is there.
 #
 #   setup.sh [bench|test|gpu]   bench: also what the benchmarks compare with (ucx-utils)
-#                               test: also what only tests need (g++, which builds the emulated CUDA driver, and a UCX
-#                               with CUDA)
+#                               test: also what only tests need (g++, which builds the emulated CUDA driver, etcd, in
+#                               which routers register, and a UCX with CUDA)
 #                               gpu: also what nodes on GPUs load; without a word, where there is an NVIDIA driver
 #
 #   system packages  a C linker, libucp.so.0 (UCX), pip or venv for the one download   Debian and Ubuntu: apt-get
@@ -31,12 +31,19 @@ have cc || missing="$missing gcc libc6-dev"
 has_ucx || missing="$missing libucx0"
 [ "${1:-}" != bench ] || have ucx_perftest || missing="$missing ucx-utils"
 [ "${1:-}" != test ] || have c++ || have g++ || missing="$missing g++"
+has_etcd=true
+[ "${1:-}" != test ] || have etcd || { has_etcd=false; missing="$missing etcd-server"; }
 if ! "$here/model.sh" --check "$cache"; then
   pip_python > /dev/null || missing="$missing python3 python3-pip ca-certificates"
 fi
 # shellcheck disable=SC2086  # a list of words
 install_packages $missing
 [ -n "$missing" ] || say "system packages: all there"
+# Debian starts what it installs; tests start an etcd of their own.
+if ! "$has_etcd" && have systemctl && systemctl is-active --quiet etcd; then
+  say "etcd's service is stopped: tests need its program alone"
+  as_root systemctl disable --now --quiet etcd || say "cannot stop it"
+fi
 
 "$here/model.sh" "$cache"
 

@@ -9,7 +9,7 @@ A block that cannot run everywhere says so above its fence, in a comment that re
                                       Words for it are in session.sh: `stop`, `block`, `said`
   <!-- with: `OLD` = `NEW` -->        a placeholder of the page, and what stands in for it here
 
-Programs that serve (`tandem up`, routers, nodes, Prometheus) run in the background: the next command begins when they
+Programs that serve (`tandem up`, routers, nodes, Prometheus, etcd) run in the background: the next command begins when they
 are ready. Like Ctrl-C, `stop` in a `first` ends those of the page, and so does the page's end; they must exit with 0.
 A command with a comment that begins with `fails` must fail. `curl` fails on HTTP errors.
 
@@ -35,7 +35,7 @@ COMMENT = re.compile(r"<!-- (?P<kind>[a-z ]+): (?P<text>.*) -->", re.DOTALL)
 ONE = re.compile(r"`(?P<command>[^`]+)`: (?P<reason>.+)")
 INSTEAD = re.compile(r"`(?P<old>[^`]+)` = `(?P<new>[^`]*)`")
 KINDS = ("not run", "compiles", "first", "with")
-SERVERS = re.compile(r"([A-Z_]+=\S+ )*(\S+/)?(tandem up|tandem-router|tandem-\w+-node|make up|prometheus) ")
+SERVERS = re.compile(r"([A-Z_]+=\S+ )*(\S+/)?(tandem up|tandem-router|tandem-\w+-node|make up|prometheus|etcd) ")
 # Seconds after which a command hangs.
 LIMIT = 900
 

@@ -37,7 +37,7 @@ serve() {
   eval "$__text" > "$__log" 2>&1 < /dev/null &
   __serving+=("$!:${__text%%[ #]*}:$__log")
   for _ in $(seq $((__wait_seconds * 10))); do
-    if grep -qE '^ready |Server is ready' "$__log"; then __code=0; break; fi
+    if grep -qE '^ready |Server is ready|ready to serve client requests' "$__log"; then __code=0; break; fi
     kill -0 $! 2> /dev/null || break
     sleep 0.1
   done
@@ -45,7 +45,8 @@ serve() {
   echo "__exit__ $__code"
 }
 
-# Ctrl-C for all that serves, the last first. Wrong where one does not end, or not with 0; make's own code is another.
+# Ctrl-C for all that serves, the last first. Wrong where one does not end, or not with 0; make and etcd have codes of
+# their own.
 stop() {
   local __at __one __pid __name __code __bad=0
   for ((__at = ${#__serving[@]} - 1; __at >= 0; __at--)); do
@@ -56,7 +57,7 @@ stop() {
     __code=0
     wait "$__pid" 2> /dev/null || __code=$?
     case $__name:$__code in
-      *:0 | make:*) ;;
+      *:0 | make:* | etcd:*) ;;
       *) echo "$__name ended with $__code:"; tail -n 5 "$__log"; __bad=1 ;;
     esac
   done

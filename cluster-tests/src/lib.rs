@@ -3,7 +3,7 @@
 //! - [`process`]: one program, from its `ready …` line to its end; kill -9, freeze, wake.
 //! - [`cluster`]: a router with its nodes, one cluster at a time.
 //! - [`fleet`]: a router with several nodes of each role, every connection over a [`link`] that can be cut or slowed.
-//! - [`routers`]: several routers with the same nodes.
+//! - [`routers`]: several routers with the same nodes. [`load`]: clients of all of them.
 //! - [`client`]: what a client of the router does: gRPC, HTTP, the view of the nodes.
 //! - [`pair`]: two nodes in this process, over the in-process transport.
 //! - [`open_loop`]: when the next request of a load comes, and percentiles of what it saw.
@@ -21,6 +21,7 @@ pub mod cluster;
 pub mod equivalence;
 pub mod fleet;
 pub mod link;
+pub mod load;
 pub mod open_loop;
 pub mod pair;
 pub mod process;

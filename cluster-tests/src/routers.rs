@@ -24,6 +24,8 @@ const DRAINED: Duration = Duration::from_secs(30);
 pub struct RoutersOptions {
     /// Routers.
     pub routers: usize,
+    /// What nodes have as their only `--router`; without it they have the address of each.
+    pub found_by: Option<String>,
     /// Nodes of each role; they compute nothing.
     pub nodes: usize,
     /// Flags for every router.
@@ -53,7 +55,7 @@ impl Routers {
         let dir = tempfile::tempdir()?;
         let (mut routers, mut addresses) = (Vec::new(), Vec::new());
         for number in 0..options.routers {
-            let address = format!("--http 127.0.0.1:{} --grpc 127.0.0.1:{}", free_port()?, free_port()?);
+            let address = free_address()?;
             routers.push(start_router(number, &address, &options, dir.path()).await?);
             addresses.push(address);
         }
@@ -68,6 +70,17 @@ impl Routers {
             cluster.registered(number).await?;
         }
         Ok(cluster)
+    }
+
+    /// One more, that nodes find by themselves.
+    ///
+    /// # Errors
+    /// It does not start, or has not all nodes in time.
+    pub async fn add_router(&mut self) -> anyhow::Result<()> {
+        let (number, address) = (self.routers.len(), free_address()?);
+        self.routers.push(start_router(number, &address, &self.options, self.dir.path()).await?);
+        self.addresses.push(address);
+        self.registered(number).await
     }
 
     /// Where clients of gRPC connect to each router.
@@ -225,6 +238,10 @@ pub async fn until(
     Ok(start.elapsed())
 }
 
+fn free_address() -> std::io::Result<String> {
+    Ok(format!("--http 127.0.0.1:{} --grpc 127.0.0.1:{}", free_port()?, free_port()?))
+}
+
 async fn start_router(number: usize, address: &str, options: &RoutersOptions, dir: &Path) -> anyhow::Result<Process> {
     let mut args = words(&format!("{address} --local-prefill never {} --model", options.router_args));
     args.push(model()?.display().to_string());
@@ -242,8 +259,10 @@ async fn start_node(
     let mut args = words("--listen 127.0.0.1:0 --admin 127.0.0.1:0 --transport tcp --simulated --threads 1");
     args.extend(words(&format!("--node-id {name} {} --model", options.node_args)));
     args.push(model()?.display().to_string());
-    for router in routers {
-        args.extend(["--router".to_owned(), router.url(router.join_key())]);
-    }
+    let found_by = match &options.found_by {
+        Some(found_by) => vec![found_by.clone()],
+        None => routers.iter().map(|router| router.url(router.join_key())).collect(),
+    };
+    args.extend(found_by.into_iter().flat_map(|router| ["--router".to_owned(), router]));
     Process::start(&name, &format!("tandem-{role}-node"), &args, dir).await
 }

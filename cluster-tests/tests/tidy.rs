@@ -37,12 +37,13 @@ const ROOMS: [&str; 13] = [
 ];
 
 /// Who may use whom; a crate that is not here may use all.
-const GRAPH: [(&str, &[&str]); 19] = [
+const GRAPH: [(&str, &[&str]); 20] = [
     ("tandem-config", &[]),
     ("tandem-proto", &[]),
     ("tandem-gguf", &[]),
     ("tandem-telemetry", &["tandem-proto"]),
     ("tandem-ports", &[]),
+    ("tandem-etcd", &["tandem-ports"]),
     ("tandem-memory", &[]),
     ("tandem-engine", &["tandem-gguf", "tandem-proto", "tandem-memory"]),
     ("tandem-cuda", &["tandem-gguf", "tandem-proto", "tandem-engine", "tandem-memory"]),
@@ -56,6 +57,7 @@ const GRAPH: [(&str, &[&str]); 19] = [
             "tandem-proto",
             "tandem-telemetry",
             "tandem-ports",
+            "tandem-etcd",
             "tandem-memory",
             "tandem-engine",
             "tandem-cuda",
@@ -64,7 +66,10 @@ const GRAPH: [(&str, &[&str]); 19] = [
     ),
     ("tandem-prefill-node", NODE),
     ("tandem-decode-node", NODE),
-    ("tandem-router", &["tandem-config", "tandem-gguf", "tandem-proto", "tandem-telemetry", "tandem-ports"]),
+    (
+        "tandem-router",
+        &["tandem-config", "tandem-etcd", "tandem-gguf", "tandem-proto", "tandem-telemetry", "tandem-ports"],
+    ),
     ("tandem-client", &[]),
     ("tandem-bench", &["tandem-client", "tandem-proto"]),
     ("tandem", &["tandem-bench", "tandem-client", "tandem-config", "tandem-proto"]),
@@ -86,7 +91,7 @@ const NODE: &[&str] =
 
 /// The router's modules by layer, the highest first: they import what is in their own layer and below.
 const ROUTER: [(&str, &[&str]); 6] = [
-    ("program", &["allocator", "config", "check", "reload"]),
+    ("program", &["allocator", "config", "check", "registration", "reload"]),
     ("edge", &["http", "grpc", "page", "api", "intake"]),
     ("flow", &["flow", "admission", "generation", "caller", "failure"]),
     ("observe", &["metrics", "record", "traces"]),

@@ -2,6 +2,7 @@
 //! (RFC 5905, section 8). The probe that took the shortest way says most: its error is half of what the way took. Pure.
 use std::collections::{BTreeSet, VecDeque};
 
+use tandem_etcd::HostPort;
 use tandem_proto::v1::ClockReading;
 
 /// Readings that count: some seconds' worth.
@@ -18,30 +19,30 @@ pub struct Reference {
     offset: ClockOffset,
 }
 
-/// A router's place in the order: of its flag, and of its address among those of one name.
-pub type RouterKey = (usize, Option<std::net::SocketAddr>);
+/// A router's place in the order: of its flag, and of its address among those that this stands for.
+pub type RouterKey = (usize, Option<HostPort>);
 
 impl Reference {
     /// A session with this router begins.
-    pub fn joined(&mut self, router: RouterKey) {
-        self.joined.insert(router);
-        if self.joined.first() == Some(&router) {
+    pub fn joined(&mut self, router: &RouterKey) {
+        self.joined.insert(router.clone());
+        if self.joined.first() == Some(router) {
             self.offset.start_over();
         }
     }
 
     /// It is over.
-    pub fn left(&mut self, router: RouterKey) {
-        let first = self.joined.first() == Some(&router);
-        self.joined.remove(&router);
+    pub fn left(&mut self, router: &RouterKey) {
+        let first = self.joined.first() == Some(router);
+        self.joined.remove(router);
         if first {
             self.offset.start_over();
         }
     }
 
     /// As [`ClockOffset::read`], of a reading by this router.
-    pub fn read(&mut self, router: RouterKey, reading: &ClockReading, now_unix_ns: u64) -> Option<i64> {
-        let first = self.joined.first() == Some(&router);
+    pub fn read(&mut self, router: &RouterKey, reading: &ClockReading, now_unix_ns: u64) -> Option<i64> {
+        let first = self.joined.first() == Some(router);
         first.then(|| self.offset.read(reading, now_unix_ns)).flatten()
     }
 }
@@ -173,17 +174,17 @@ mod tests {
         let mut reference = Reference::default();
         let read = |reference: &mut Reference, router, offset| {
             let (clock, now) = reading(offset, 0, 0);
-            reference.read((router, None), &clock, now)
+            reference.read(&(router, None), &clock, now)
         };
-        reference.joined((1, None));
+        reference.joined(&(1, None));
         assert_eq!(read(&mut reference, 1, 1000 * MS), Some(1000 * MS));
-        reference.joined((0, None));
+        reference.joined(&(0, None));
         assert_eq!(read(&mut reference, 1, 2000 * MS), None);
         assert_eq!(read(&mut reference, 0, 500 * MS), Some(500 * MS));
-        reference.left((1, None));
+        reference.left(&(1, None));
         assert_eq!(read(&mut reference, 0, 500 * MS), None, "as it is");
-        reference.joined((1, None));
-        reference.left((0, None));
+        reference.joined(&(1, None));
+        reference.left(&(0, None));
         assert_eq!(read(&mut reference, 1, 1000 * MS), Some(1000 * MS));
     }
 

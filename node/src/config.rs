@@ -9,6 +9,7 @@ use tandem_config::ConfigArgs;
 use tandem_engine::cpu::Lend;
 use tandem_engine::ops::simd::{ArithmeticChoice, IsaChoice};
 use tandem_engine::{KvDtype, Speculate};
+use tandem_etcd::EtcdArgs;
 use tandem_proto::device::DeviceChoice;
 use tandem_proto::v1::Role;
 use tandem_proto::{BLOCK_TOKENS, DEFAULT_BLOCK_TOKENS};
@@ -23,10 +24,15 @@ use crate::router_address::{MAX_ROUTERS, RouterAddress};
 /// Flags that both roles have.
 #[derive(Args, Debug)]
 pub struct NodeArgs {
-    /// A router's gRPC address: http://host:port, or dns:///host:port for all addresses that the name has, now and
-    /// later. Repeatable: the node serves all of them. Give all nodes the same ones in the same order.
+    /// A router's gRPC address: http://host:port. Or those of several, now and later: dns:///host:port for all
+    /// addresses that the name has, etcd://host:port[,host:port…]/prefix for all that register there (the routers'
+    /// --register), etcds:// for the same within TLS. Repeatable: the node serves all of them. Give all nodes the same
+    /// ones in the same order.
     #[arg(long, required = true, value_name = "URL")]
     pub router: Vec<String>,
+    /// How etcd is reached.
+    #[command(flatten)]
+    pub etcd: EtcdArgs,
     /// What it shows to the others of its cluster.
     #[command(flatten)]
     pub credentials: CredentialsArgs,
@@ -275,7 +281,11 @@ impl NodeArgs {
     /// A router address that is none, a join token or certificate that cannot be used, `--listen` on all interfaces
     /// without `--advertise-host`, or flags of the KV transports that do not go together.
     pub fn resolve(self, role: Role) -> anyhow::Result<NodeConfig> {
-        let routers: Vec<_> = self.router.iter().map(|text| text.parse()).collect::<anyhow::Result<_>>()?;
+        let read = |text: &String| RouterAddress::read(text, &self.etcd);
+        let routers: Vec<_> = self.router.iter().map(read).collect::<anyhow::Result<_>>()?;
+        if self.etcd != EtcdArgs::default() && !routers.iter().any(|router| matches!(router, RouterAddress::Etcd(_))) {
+            bail!("--etcd-… without --router etcd://host:port/prefix");
+        }
         if routers.len() > MAX_ROUTERS {
             bail!("--router {} times; a node has {MAX_ROUTERS} routers at most", routers.len());
         }
@@ -426,6 +436,10 @@ mod tests {
             ("--router http://h:1 --router dns://h:1 --simulated", "dns:///host:port"),
             ("--router dns:///h --simulated", "dns:///host:port"),
             ("--router dns:///h:70000 --simulated", "dns:///host:port"),
+            ("--router etcd://h:2379 --simulated", "--router etcd://"),
+            ("--router etcd://h/p --simulated --etcd-ca ca.pem", "etcds://"),
+            ("--router http://h:1 --simulated --etcd-ca ca.pem", "--router etcd://"),
+            ("--router etcd://h/p --simulated --etcd-user u", "--etcd-password"),
             ("--router http://h:1 --simulated --kv-blocks 0", "kv-blocks"),
             ("--router http://h:1 --simulated --kv-dtype int4", "int8"),
             ("--router http://h:1 --simulated --block-size 48", "[16, 32, 64, 128]"),

@@ -9,11 +9,10 @@
 //! - [`serve`]: listeners, gRPC with health, the admin port, membership, and the drain that ends them.
 //! - [`credentials`]: what a node shows to the others of its cluster, and asks of them. [`reload`]: what it reads again
 //!   at SIGHUP.
-//! - [`routers`]: which routers there are, by [`router_address`]; [`membership`]: the stream to one of them; [`lives`]:
-//!   what each of them has here, which ends with its session; [`life_secrets`]: how the next session proves that;
-//!   [`lease`]: how long a session lives without a word;
-//!   [`kv_feed`]: what a router is told of the prefix cache; [`clock_offset`]: how far this host's clock is from a
-//!   router's.
+//! - [`routers`]: which routers there are, by [`router_address`] and [`router_source`]; [`membership`]: the stream to
+//!   one of them; [`lives`]: what each of them has here, which ends with its session; [`life_secrets`]: how the next
+//!   session proves that; [`lease`]: how long a session lives without a word; [`kv_feed`]: what a router is told of the
+//!   prefix cache; [`clock_offset`]: how far this host's clock is from a router's.
 //! - [`admin`]: `/health` and `/metrics`.
 //! - [`facts`]: what this machine has, as a node finds it, for the tool that asks.
 //! - [`work`]: calls in flight, their limit, and the wait for them at drain; [`tasks`]: where they run; [`handoffs`]:
@@ -47,6 +46,7 @@ pub mod reach;
 pub mod reload;
 pub mod request;
 pub mod router_address;
+pub mod router_source;
 pub mod routers;
 pub mod serve;
 pub mod tasks;

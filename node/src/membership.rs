@@ -183,13 +183,13 @@ impl Link {
             node,
             session,
             reports,
-            key: self.key,
+            key: self.key.clone(),
             lease: Lease::new(length, registered),
             load_sent: registered,
         };
         reporting.session.joined();
         reporting.session.lasts_until(reporting.lease.ends());
-        let _joined = Joined::new(node, self.key);
+        let _joined = Joined::new(node, self.key.clone());
         reporting.run(inbound, period, &self.strays).await
     }
 
@@ -253,14 +253,14 @@ struct Joined<'a> {
 
 impl<'a> Joined<'a> {
     fn new(node: &'a Node, key: RouterKey) -> Self {
-        node.reference().joined(key);
+        node.reference().joined(&key);
         Self { node, key }
     }
 }
 
 impl Drop for Joined<'_> {
     fn drop(&mut self) {
-        self.node.reference().left(self.key);
+        self.node.reference().left(&self.key);
     }
 }
 
@@ -367,7 +367,7 @@ impl Reporting<'_> {
         self.session.lasts_until(self.lease.ends());
         let now = clock().own_unix_ns(clock::now());
         let mut reference = self.node.reference();
-        if let Some(behind_ns) = reference.read(self.key, reading, now) {
+        if let Some(behind_ns) = reference.read(&self.key, reading, now) {
             clock::relate(behind_ns);
             drop(reference);
             let behind_ms = behind_ns as f64 / 1e6;

@@ -1,17 +1,19 @@
-//! One `--router`, as people write it: a URL, or a name whose addresses are routers. Plain data; [`crate::routers`]
-//! dials.
-use std::str::FromStr;
+//! One `--router`, as people write it: a URL, a name whose addresses are routers, or a prefix of etcd under which their
+//! addresses stand. Plain data; [`crate::router_source`] asks, [`crate::routers`] dials.
 use std::time::Duration;
 
 use anyhow::Context;
+use tandem_etcd::{Etcd, EtcdAddress, EtcdArgs};
 use tonic::transport::Endpoint;
 
-/// Flags, and addresses of one name: routers are few.
+/// Flags, and addresses of one name or prefix: routers are few.
 pub const MAX_ROUTERS: usize = 16;
 /// The router's keep-alive: a router that vanished without a word is noticed after at most the sum of the two.
 const KEEP_ALIVE: Duration = Duration::from_secs(2);
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(3);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// What the errors name.
+const FORMS: &str = "http://host:port, https://host:port, dns:///host:port or etcd://host:port/prefix";
 
 /// One `--router`.
 #[derive(Clone, Debug)]
@@ -25,24 +27,22 @@ pub enum RouterAddress {
         /// Of all of them.
         port: u16,
     },
+    /// As many as have registered there.
+    Etcd(Box<Etcd>),
 }
 
 impl RouterAddress {
-    /// Name and port.
-    pub fn host(&self) -> Option<(&str, u16)> {
-        match self {
-            Self::Url(endpoint) => endpoint.uri().host().map(|host| (host, endpoint.uri().port_u16().unwrap_or(80))),
-            Self::Dns { host, port } => Some((host, *port)),
+    /// One of these, at etcd with these flags.
+    ///
+    /// # Errors
+    /// The text is none, or a file of the flags cannot be used.
+    pub fn read(text: &str, etcd: &EtcdArgs) -> anyhow::Result<Self> {
+        if EtcdAddress::is_meant(text) {
+            // The text may hold a password, which is wrong, and not repeated.
+            let address = text.parse().context("--router etcd://…")?;
+            return Ok(Self::Etcd(Box::new(Etcd::new(address, etcd.clone())?)));
         }
-    }
-}
-
-impl FromStr for RouterAddress {
-    type Err = anyhow::Error;
-
-    fn from_str(text: &str) -> anyhow::Result<Self> {
-        let wrong =
-            || format!("--router {text:?} is not of the form http://host:port, https://host:port or dns:///host:port");
+        let wrong = || format!("--router {text:?} is not of the form {FORMS}");
         match text.strip_prefix("dns:///") {
             Some(name) => {
                 let (host, port) = name.rsplit_once(':').with_context(wrong)?;
@@ -52,6 +52,15 @@ impl FromStr for RouterAddress {
                 Ok(Self::Dns { host: host.to_owned(), port })
             }
             None => endpoint(text).map(|endpoint| Self::Url(Box::new(endpoint))).with_context(wrong),
+        }
+    }
+
+    /// Name and port of whom is asked first: of etcd, one of its members.
+    pub fn host(&self) -> Option<(&str, u16)> {
+        match self {
+            Self::Url(endpoint) => endpoint.uri().host().map(|host| (host, endpoint.uri().port_u16().unwrap_or(80))),
+            Self::Dns { host, port } => Some((host, *port)),
+            Self::Etcd(etcd) => etcd.address.members.first().map(|member| (member.host(), member.port())),
         }
     }
 }
@@ -73,13 +82,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_is_a_url_or_a_name() {
-        let parse = |text: &str| text.parse::<RouterAddress>();
+    fn an_address_is_a_url_a_name_or_a_prefix() {
+        let parse = |text: &str| RouterAddress::read(text, &EtcdArgs::default());
         let host = |text: &str| parse(text).unwrap().host().map(|(host, port)| (host.to_owned(), port));
         assert_eq!(host("http://10.1.2.3:8001"), Some(("10.1.2.3".into(), 8001)));
         assert_eq!(host("https://name:8001"), Some(("name".into(), 8001)));
         assert_eq!(host("dns:///tandem-nodes:8002"), Some(("tandem-nodes".into(), 8002)));
         assert!(matches!(parse("dns:///[::1]:8002").unwrap(), RouterAddress::Dns { port: 8002, .. }));
+        assert_eq!(host("etcd://10.1.2.3,b/tandem"), Some(("10.1.2.3".into(), 2379)));
+        let wrong = format!("{:#}", parse("etcd://10.1.2.3:2379").unwrap_err());
+        assert!(wrong.contains("--router") && wrong.contains("no prefix"), "{wrong}");
         for wrong in ["dns:///name", "dns://name:1", "dns:///:1", "dns:///name:0", "name:1", "ftp://name:1"] {
             assert!(parse(wrong).unwrap_err().to_string().contains("dns:///host:port"), "{wrong}");
         }

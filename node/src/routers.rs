@@ -1,17 +1,14 @@
-//! Which routers this node serves: each `--router`, and each address that a name has in DNS. One task for each of them
-//! ([`crate::membership::Link`]); this file alone starts and ends these.
+//! Which routers this node serves: each `--router`, and each address that a source of them has ([`RouterSource`]). One
+//! task for each of them ([`crate::membership::Link`]); this file alone starts and ends these.
 //!
-//! A name is asked again every few seconds. An address that it has no more is left when its session ends, and not
-//! before: a router that drains leaves its name first, and its requests run on. A name that cannot be resolved changes
-//! nothing.
+//! An address that its source has no more is left when its session ends, and not before: a router that drains leaves
+//! its name first, and its requests run on.
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
 
 use futures::future::join_all;
+use tandem_etcd::HostPort;
 use tokio::task::JoinSet;
-use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Endpoint;
 
@@ -20,9 +17,8 @@ use crate::credentials::Credentials;
 use crate::membership::{Link, RouterWay};
 use crate::node::Node;
 use crate::router_address::{MAX_ROUTERS, RouterAddress, endpoint};
+use crate::router_source::RouterSource;
 
-/// Between two questions for a name.
-const RESOLVE_INTERVAL: Duration = Duration::from_secs(2);
 /// Keeps the node registered with all `routers` until `stop`; `endpoint` is the URL of its own gRPC services.
 pub async fn stay_joined(
     node: Arc<Node>,
@@ -35,9 +31,12 @@ pub async fn stay_joined(
         let (node, credentials) = (node.clone(), credentials.clone());
         let dialling = Dialling { node, credentials, endpoint: endpoint.clone(), stop: stop.clone() };
         async move {
-            match router {
-                RouterAddress::Url(router) => dialling.stay(*router, (place, None), CancellationToken::new()).await,
-                RouterAddress::Dns { host, port } => dialling.watch(place, &host, port).await,
+            match (RouterSource::of(&router), router) {
+                (Some(source), _) => dialling.follow(place, source).await,
+                (None, RouterAddress::Url(router)) => {
+                    dialling.stay(*router, (place, None), CancellationToken::new()).await;
+                }
+                (None, _) => {}
             }
         }
     });
@@ -59,76 +58,78 @@ impl Dialling {
         Link::new(&self.node, way, self.endpoint, key).stay(&self.node, &unlisted, &self.stop).await;
     }
 
-    /// Serves the addresses that the name has. The question is asked by one thread at a time, however long it takes.
-    async fn watch(self, place: usize, host: &str, port: u16) {
-        let (mut listed, mut links, mut failing) = (Listed::default(), JoinSet::new(), false);
-        let mut ticks = interval(RESOLVE_INTERVAL);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    /// Serves the addresses that the source has.
+    async fn follow(self, place: usize, mut source: RouterSource) {
+        let (mut listed, mut links) = (Listed::default(), JoinSet::new());
         loop {
-            let resolved = tokio::select! {
+            let new = tokio::select! {
                 biased;
                 () = self.stop.cancelled() => break,
-                Some(ended) = links.join_next() => {
-                    // A task that panicked has no address: that one stays listed and is not dialled again.
-                    ended.iter().for_each(|address| listed.ended(address));
-                    continue;
-                }
-                resolved = async { ticks.tick().await; tokio::net::lookup_host((host, port)).await } => resolved,
-            };
-            match resolved {
-                Ok(addresses) => {
-                    failing = false;
-                    for (address, unlisted) in listed.resolved(addresses.collect()) {
-                        let url = format!("{}://{address}", self.credentials.scheme());
-                        let Some(router) = endpoint(&url) else { continue };
-                        tracing::info!(host, %address, "a router");
-                        let dialling = self.clone();
-                        links.spawn(async move {
-                            dialling.stay(router, (place, Some(address)), unlisted).await;
-                            address
-                        });
+                // A task that panicked has no address: that one stays listed and is not dialled again.
+                Some(ended) = links.join_next() => match ended {
+                    Ok(address) => {
+                        tracing::info!(source = source.name(), %address, "a router has left");
+                        listed.ended(&address)
                     }
-                }
-                Err(error) if !std::mem::replace(&mut failing, true) => {
-                    tracing::warn!(host, %error, "the routers' name cannot be resolved: those that are known stay");
-                }
-                Err(_) => {}
+                    Err(_) => continue,
+                },
+                addresses = source.next() => listed.resolved(addresses),
+            };
+            for (address, unlisted) in new {
+                let url = format!("{}://{address}", self.credentials.scheme());
+                let Some(router) = endpoint(&url) else { continue };
+                tracing::info!(source = source.name(), %address, "a router");
+                let dialling = self.clone();
+                links.spawn(async move {
+                    dialling.stay(router, (place, Some(address.clone())), unlisted).await;
+                    address
+                });
             }
         }
         while links.join_next().await.is_some() {}
     }
 }
 
-/// The addresses of a name that have a task. Pure.
+/// The addresses of a source that have a task. Pure.
 #[derive(Debug, Default)]
 struct Listed {
-    /// With what tells the task that the name has this one no more.
-    tasks: BTreeMap<SocketAddr, CancellationToken>,
+    /// What the source said last.
+    wanted: BTreeSet<HostPort>,
+    /// With what tells the task that the source has this one no more.
+    tasks: BTreeMap<HostPort, CancellationToken>,
 }
 
+type NewTasks = Vec<(HostPort, CancellationToken)>;
+
 impl Listed {
-    /// The name has these addresses now. Returns the new ones, each with its token.
-    fn resolved(&mut self, addresses: BTreeSet<SocketAddr>) -> Vec<(SocketAddr, CancellationToken)> {
+    /// The source has these addresses now. Returns the new ones, each with its token.
+    fn resolved(&mut self, addresses: BTreeSet<HostPort>) -> NewTasks {
+        self.wanted = addresses;
         for (address, unlisted) in &self.tasks {
-            if !addresses.contains(address) {
+            if !self.wanted.contains(address) {
                 unlisted.cancel();
             }
         }
+        self.missing()
+    }
+
+    /// A task has ended. Returns those that were waiting for this: the same address, which came back before, or one for
+    /// which there was no room.
+    fn ended(&mut self, address: &HostPort) -> NewTasks {
+        self.tasks.remove(address);
+        self.missing()
+    }
+
+    fn missing(&mut self) -> NewTasks {
         let mut new = Vec::new();
-        for address in addresses {
-            // One that comes back before its task has ended gets another one when that has.
-            if self.tasks.len() < MAX_ROUTERS && !self.tasks.contains_key(&address) {
+        for address in &self.wanted {
+            if self.tasks.len() < MAX_ROUTERS && !self.tasks.contains_key(address) {
                 let unlisted = CancellationToken::new();
-                self.tasks.insert(address, unlisted.clone());
-                new.push((address, unlisted));
+                self.tasks.insert(address.clone(), unlisted.clone());
+                new.push((address.clone(), unlisted));
             }
         }
         new
-    }
-
-    /// Its task has ended.
-    fn ended(&mut self, address: &SocketAddr) {
-        self.tasks.remove(address);
     }
 }
 
@@ -136,27 +137,32 @@ impl Listed {
 mod tests {
     use super::*;
 
-    fn addresses(numbers: &[u8]) -> BTreeSet<SocketAddr> {
-        numbers.iter().map(|number| SocketAddr::from(([10, 0, 0, *number], 1))).collect()
+    fn address(number: u16) -> HostPort {
+        format!("10.0.0.1:{}", 1000 + number).parse().unwrap()
     }
 
     #[test]
     fn an_address_has_one_task_until_that_ends() {
         let mut listed = Listed::default();
-        let resolve = |listed: &mut Listed, numbers: &[u8]| {
-            let new = listed.resolved(addresses(numbers));
-            new.into_iter().map(|(address, token)| (address.to_string(), token)).collect::<Vec<_>>()
-        };
+        let resolve =
+            |listed: &mut Listed, numbers: &[u16]| listed.resolved(numbers.iter().copied().map(address).collect());
         let first = resolve(&mut listed, &[1, 2]);
-        assert_eq!(first.iter().map(|(address, _)| address.as_str()).collect::<Vec<_>>(), ["10.0.0.1:1", "10.0.0.2:1"]);
+        assert_eq!(first.iter().map(|(address, _)| address.clone()).collect::<Vec<_>>(), [address(1), address(2)]);
         assert!(resolve(&mut listed, &[1, 2]).is_empty());
         assert_eq!(resolve(&mut listed, &[2, 3]).len(), 1);
         assert_eq!(first.iter().map(|(_, unlisted)| unlisted.is_cancelled()).collect::<Vec<_>>(), [true, false]);
         // It is back, and its last session is not over.
         assert!(resolve(&mut listed, &[1, 2, 3]).is_empty());
-        listed.ended(&SocketAddr::from(([10, 0, 0, 1], 1)));
-        let again = resolve(&mut listed, &[1, 2, 3]);
-        assert!(again.len() == 1 && !again[0].1.is_cancelled());
-        assert_eq!(resolve(&mut listed, &(0..=255).collect::<Vec<_>>()).len(), MAX_ROUTERS - 3, "bounded");
+        let again = listed.ended(&address(1));
+        assert!(again.len() == 1 && again[0].0 == address(1) && !again[0].1.is_cancelled());
+        assert!(resolve(&mut listed, &[1, 2, 3]).is_empty());
+        let all: Vec<u16> = (1..=100).collect();
+        assert_eq!(resolve(&mut listed, &all).len(), MAX_ROUTERS - 3, "bounded");
+        // Whoever had no room gets that of one that is gone.
+        assert!(resolve(&mut listed, &all[1..]).is_empty());
+        assert_eq!(
+            listed.ended(&address(1)).into_iter().map(|(address, _)| address).collect::<Vec<_>>(),
+            [address(17)]
+        );
     }
 }

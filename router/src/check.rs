@@ -6,6 +6,7 @@ use tandem_telemetry::clock;
 
 use crate::admission::keys::{Keys, Rules};
 use crate::config::Config;
+use crate::registration::Registration;
 use crate::text::ModelText;
 
 /// The API keys.
@@ -36,6 +37,7 @@ pub fn check(config: &Config) -> anyhow::Result<()> {
     if let Some(files) = &config.node_tls {
         NodeTls::read(files, PeerRole::Router)?;
     }
+    Registration::read(config)?;
     config.collector.check()?;
     // The error's own text names its cause: a chain would say it twice.
     ModelText::check(&config.model).map_err(|error| anyhow::anyhow!("{error}")).context("--model")

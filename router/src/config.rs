@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::{CommandFactory, FromArgMatches, Parser, ValueEnum};
 use tandem_config::{ConfigArgs, ROUTER, Resolved};
+use tandem_etcd::{EtcdAddress, EtcdArgs};
 use tandem_ports::{NodeTlsFiles, TlsFiles, reactor_threads};
 use tandem_telemetry::{Collector, LogFilter, LogFormat};
 
@@ -58,6 +59,16 @@ struct Flags {
     /// Take nodes' certificates without such a name, too: whoever has one of these authorities may be any node
     #[arg(long, requires = "node_tls_cert")]
     node_tls_any_name: bool,
+    /// Where in etcd nodes look for routers, by the same address as their --router: this one stands there while it
+    /// serves. etcds:// is within TLS
+    #[arg(long, value_name = "etcd://HOST:PORT[,HOST:PORT…]/PREFIX")]
+    register: Option<EtcdAddress>,
+    /// Host, or host:port, under which nodes reach --nodes (--grpc without it), when that listens on all interfaces or
+    /// behind another port. --register writes it
+    #[arg(long, value_name = "HOST[:PORT]", requires = "register")]
+    advertise_host: Option<String>,
+    #[command(flatten)]
+    etcd: EtcdArgs,
     /// Address of a port for probes, scrapers and people: /health/live, /health/ready, /metrics, /debug/cluster, and
     /// the live page at /. It answers while the others are full. It has no TLS. Only the live page's data needs an API
     /// key. Without this port all of it is on the HTTP API's, unless there are API keys; with it, the page is only here
@@ -231,6 +242,12 @@ pub struct Config {
     pub node_endpoints: NodeEndpoints,
     /// The cluster's secret.
     pub join_token_file: Option<PathBuf>,
+    /// Where in etcd this router is to be found, if it is.
+    pub register: Option<EtcdAddress>,
+    /// Replaces the host, and the port if it has one, of the nodes' port there.
+    pub advertise_host: Option<String>,
+    /// How etcd is reached.
+    pub etcd: EtcdArgs,
     /// Where probes and scrapers ask and people look, if they have a port of their own.
     pub admin: Option<SocketAddr>,
     /// Of each port.
@@ -309,6 +326,9 @@ impl From<Flags> for Config {
             nodes: flags.nodes,
             node_endpoints: flags.node_endpoints,
             join_token_file: flags.join_token_file,
+            register: flags.register,
+            advertise_host: flags.advertise_host,
+            etcd: flags.etcd,
             admin: flags.admin,
             max_connections: flags.max_connections as usize,
             tls: flags.tls_cert.zip(flags.tls_key).map(|(cert, key)| TlsFiles {

@@ -13,11 +13,11 @@
 //! - [`record`]: what is known of one request at its end. [`traces`], [`metrics`]: what happened, for people. [`page`]:
 //!   the cluster as it is now, for them, too.
 //! - [`config`]: flags, resolved once; [`limits`]: those that bound requests; [`check`]: what `--check` reads;
-//!   [`reload`]: what is read again at SIGHUP.
+//!   [`reload`]: what is read again at SIGHUP; [`registration`]: how nodes find it in etcd.
 //!
 //! Layers, the highest first; imports go downwards, which `cluster-tests/tests/tidy.rs` checks:
 //!
-//! 1. program: [`config`], [`check`], [`reload`];
+//! 1. program: [`config`], [`check`], [`registration`], [`reload`];
 //! 2. edge: [`http`], [`grpc`], [`page`], [`api`], [`intake`];
 //! 3. flow: [`flow`], [`admission`], [`generation`], [`caller`], [`failure`];
 //! 4. observe: [`metrics`], [`record`], [`traces`];
@@ -46,6 +46,7 @@ pub mod metrics;
 pub mod model_file;
 pub mod page;
 pub mod record;
+pub mod registration;
 pub mod reload;
 pub mod select;
 pub mod template;

@@ -20,6 +20,7 @@ use tandem_router::config::{ClientPort, Config};
 use tandem_router::intake::IDLE_THREADS;
 use tandem_router::membership::{Expected, Membership};
 use tandem_router::page::Page;
+use tandem_router::registration::Registration;
 use tandem_router::reload::{ConfigFile, Reload};
 use tandem_router::text::ModelText;
 use tandem_router::{check, grpc, http};
@@ -90,6 +91,7 @@ async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     let join = config.join_token_file.as_deref().map(JoinTokens::load).transpose()?;
     let tls = config.tls.as_ref().map(Tls::read).transpose()?;
     let node_tls = config.node_tls.as_ref().map(|files| NodeTls::read(files, PeerRole::Router)).transpose()?;
+    let registration = Registration::read(&config)?;
     let ports = Ports::bind(&config, tls.clone(), node_tls.clone()).await?;
     let instance = format!("router-{}", ports.grpc_address.port());
     let exporter = Exporter::start("tandem-router", &instance, &config.collector)?;
@@ -116,7 +118,7 @@ async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
 
     let stop = CancellationToken::new();
     let mut servers = JoinSet::new();
-    let ready = ports.ready();
+    let (ready, nodes_address) = (ports.ready(), ports.nodes_address());
     let routes = match ports.nodes {
         None => grpc::routes(&service, health.clone())?,
         Some((port, _)) => {
@@ -157,6 +159,7 @@ async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     tokio::spawn(membership.clone().watch());
     tokio::spawn(live.watch());
     tokio::spawn(grpc::follow_health(service.clone(), health));
+    let registered = registration.map(|registration| registration.start(nodes_address)).transpose()?;
     writeln!(std::io::stdout(), "{ready}").context("cannot write to stdout")?;
 
     tokio::select! {
@@ -164,6 +167,8 @@ async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
         ended = servers.join_next() => ended.context("no server runs")?.context("a server panicked")??,
     }
     tracing::info!("draining");
+    // No node is to come any more. Those that are here stay until its requests have ended.
+    let left = registered.map(|registered| tokio::spawn(registered.leave()));
     tokio::select! {
         () = service.drain(config.drain) => {}
         () = signals.first() => tracing::warn!("second signal: ending at once"),
@@ -177,6 +182,10 @@ async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
         tracing::debug!("connections were still open at the end");
     }
     tokio::join!(metrics.shutdown(), exporter.shutdown());
+    if let Some(left) = left {
+        // It has a bound of its own, and began with the drain.
+        let _ = left.await;
+    }
     Ok(())
 }
 
@@ -213,6 +222,11 @@ impl Ports {
         let (http, grpc) = (http.secured(tls.clone()), grpc.secured(tls));
         let nodes = nodes.map(|(port, address)| (port.of_cluster(node_tls), address));
         Ok(Self { http, http_address, grpc, grpc_address, nodes, admin, scheme, nodes_scheme })
+    }
+
+    /// Where nodes join.
+    fn nodes_address(&self) -> SocketAddr {
+        self.nodes.as_ref().map_or(self.grpc_address, |(_, address)| *address)
     }
 
     /// All of them, by name.

@@ -1,26 +1,21 @@
 //! Three routers with the same four nodes: each of them dies or is replaced under load, and clients that ask once more
 //! lose nothing; what a dead one had on the nodes is back; all know the same of the nodes' caches.
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use tandem_cluster_tests::client::{ask, token_ids};
+use tandem_cluster_tests::load::{CLIENTS, Load, request};
 use tandem_cluster_tests::reference::Reference;
-use tandem_cluster_tests::routers::{Routers, RoutersOptions, ask_in_turn, until};
-use tandem_proto::v1;
+use tandem_cluster_tests::routers::{Routers, RoutersOptions, ask_in_turn};
 use tandem_proto::v1::inference_client::InferenceClient;
-use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
-const CLIENTS: usize = 9;
-const NEW_TOKENS: u32 = 60;
 /// Far more than the lease of 3 s, for busy cores.
 const SOON: Duration = Duration::from_secs(20);
 
 fn three() -> RoutersOptions {
     RoutersOptions {
         routers: 3,
+        found_by: None,
         nodes: 2,
         router_args: String::new(),
         node_args: "--kv-blocks 512 --simulated-step-us 4000 --simulated-token-us 50".to_owned(),
@@ -30,9 +25,9 @@ fn three() -> RoutersOptions {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_that_asks_once_more_loses_nothing_when_routers_are_killed() -> anyhow::Result<()> {
     let mut cluster = Routers::start(three()).await?;
-    let load = Load::start(&cluster)?;
+    let load = Load::start(cluster.urls())?;
     for number in 0..3 {
-        load.answers_more(2 * CLIENTS as u32).await?;
+        load.answers_more(2 * CLIENTS).await?;
         let noticed = cluster.replace_killed(number).await?;
         println!("router {number} was killed; its sessions were over after {:.0} ms", ms(noticed));
     }
@@ -46,12 +41,12 @@ async fn a_client_that_asks_once_more_loses_nothing_when_routers_are_killed() ->
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_router_is_replaced_under_load_and_no_stream_is_cut() -> anyhow::Result<()> {
     let mut cluster = Routers::start(three()).await?;
-    let load = Load::start(&cluster)?;
+    let load = Load::start(cluster.urls())?;
     for number in 0..3 {
-        load.answers_more(2 * CLIENTS as u32).await?;
+        load.answers_more(2 * CLIENTS).await?;
         cluster.replace_drained(number).await?;
     }
-    let cut = load.cut.load(Ordering::Relaxed);
+    let cut = load.has_cut();
     let (answers, again) = load.end().await?;
     println!("{answers} answers, {again} of them at the second try");
     ensure!(!cut, "an answer that had begun was cut off");
@@ -140,87 +135,6 @@ async fn agree(cluster: &Routers) -> anyhow::Result<Duration> {
         ensure!(start.elapsed() < SOON, "the routers know of their nodes: {indexes:?}");
         sleep(Duration::from_millis(10)).await;
     }
-}
-
-/// Clients that ask all the time, each router in turn, and once more when it fails.
-struct Load {
-    clients: JoinSet<anyhow::Result<(u32, u32)>>,
-    answers: Arc<std::sync::atomic::AtomicU32>,
-    over: Arc<AtomicBool>,
-    /// An answer failed that had begun.
-    cut: Arc<AtomicBool>,
-}
-
-impl Load {
-    fn start(cluster: &Routers) -> anyhow::Result<Self> {
-        let (answers, over, cut) = (Arc::default(), Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
-        let (reference, mut clients) = (Arc::new(Reference::start()?), JoinSet::new());
-        for number in 0..CLIENTS {
-            let client = Client {
-                number,
-                urls: cluster.urls(),
-                reference: Arc::clone(&reference),
-                answers: Arc::clone(&answers),
-                over: Arc::clone(&over),
-                cut: Arc::clone(&cut),
-            };
-            clients.spawn(client.run());
-        }
-        Ok(Self { clients, answers, over, cut })
-    }
-
-    /// Waits until so many further requests were answered.
-    async fn answers_more(&self, count: u32) -> anyhow::Result<()> {
-        let wanted = self.answers.load(Ordering::Relaxed) + count;
-        let there = async || Ok(self.answers.load(Ordering::Relaxed) >= wanted);
-        until(Duration::from_secs(60), "further answers", there).await.map(drop)
-    }
-
-    /// Answers, and those that took a second try.
-    async fn end(mut self) -> anyhow::Result<(u32, u32)> {
-        self.over.store(true, Ordering::Relaxed);
-        let mut sum = (0, 0);
-        while let Some(ended) = self.clients.join_next().await {
-            let (answers, again) = ended??;
-            sum = (sum.0 + answers, sum.1 + again);
-        }
-        Ok(sum)
-    }
-}
-
-struct Client {
-    number: usize,
-    urls: Vec<String>,
-    reference: Arc<Reference>,
-    answers: Arc<std::sync::atomic::AtomicU32>,
-    over: Arc<AtomicBool>,
-    cut: Arc<AtomicBool>,
-}
-
-impl Client {
-    async fn run(self) -> anyhow::Result<(u32, u32)> {
-        let (mut answers, mut again) = (0, 0);
-        while !self.over.load(Ordering::Relaxed) {
-            let seed = 300 + self.number as u32 * 1000 + answers;
-            let prompt: Vec<u32> = (0..40 + 5 * self.number as u32).map(|at| (seed + at) % 30_000).collect();
-            let first = self.number + answers as usize;
-            let asked = ask_in_turn(&self.urls, first, 2, &request(&prompt, NEW_TOKENS)).await;
-            let what = format!("answer {answers} of client {}", self.number);
-            let (answer, failures) = asked.map_err(|failure| anyhow::anyhow!("{what}: {failure}"))?;
-            if failures.iter().any(|failure| !failure.tokens.is_empty()) {
-                self.cut.store(true, Ordering::Relaxed);
-            }
-            let expected = self.reference.tokens(&prompt, NEW_TOKENS).await?;
-            ensure!(answer.tokens == expected, "{what} is not the undisturbed one");
-            (answers, again) = (answers + 1, again + failures.len() as u32);
-            self.answers.fetch_add(1, Ordering::Relaxed);
-        }
-        Ok((answers, again))
-    }
-}
-
-fn request(prompt: &[u32], tokens: u32) -> v1::GenerateRequest {
-    v1::GenerateRequest { ignore_eos: true, ..ask(token_ids(prompt), tokens) }
 }
 
 fn ms(time: Duration) -> f64 {

@@ -8,6 +8,7 @@
 //! - [`Tls`]: certificates of a port for clients; a handshake is part of a connection's first bytes. [`ClientName`]:
 //!   whom a client's own certificate is for.
 //! - [`NodeTls`]: certificates among the cluster's own processes, who know each other by [`PeerName`].
+//! - [`pem`]: what the files of all of them hold.
 #![forbid(unsafe_code)]
 
 mod client_name;
@@ -25,6 +26,7 @@ mod life_secret;
 mod node_tls;
 mod node_tls_files;
 mod peer_name;
+pub mod pem;
 mod places;
 mod refusals;
 mod stream;
@@ -52,9 +54,10 @@ use crate::node_tls::Caller;
 pub use crate::node_tls::NodeTls;
 pub use crate::node_tls_files::NodeTlsFiles;
 pub use crate::peer_name::{PeerName, PeerRole, Wanted};
+pub use crate::pem::TlsError;
 pub use crate::places::{Occupancy, Places};
 use crate::stream::Stream;
-pub use crate::tls::{Tls, TlsError, TlsFiles};
+pub use crate::tls::{Tls, TlsFiles};
 use crate::who::Who;
 
 /// Wait after an `accept` that failed for a reason of ours, such as no descriptors.

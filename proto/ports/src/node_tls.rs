@@ -25,8 +25,9 @@ use crate::expiry::not_after;
 use crate::followed::{Followed, at_intervals};
 use crate::node_tls_files::NodeTlsFiles;
 use crate::peer_name::{FORM, PeerName, PeerRole, Policy, Wanted};
+use crate::pem::{TlsError, certificates, private_key, roots};
 use crate::refusals::Refusals;
-use crate::tls::{self, TlsError};
+use crate::tls;
 use crate::verify::{PeerVerifier, describe, described, name, of_certificate};
 
 /// What all connections speak: gRPC.
@@ -184,9 +185,9 @@ impl NodeTls {
 impl Current {
     fn read(files: &NodeTlsFiles, role: PeerRole) -> Result<Self, TlsError> {
         let provider = Arc::new(ring::default_provider());
-        let certs = tls::certificates(&files.cert)?;
-        let key = tls::private_key(&files.key)?;
-        let roots = Arc::new(tls::roots(&files.ca)?);
+        let certs = certificates(&files.cert)?;
+        let key = private_key(&files.key)?;
+        let roots = Arc::new(roots(&files.ca)?);
         let clients = tls::verifier(roots.clone(), provider.clone())
             .map_err(|why| TlsError::Unusable { path: files.ca.clone(), why })?;
         let unusable = |why: String| TlsError::Unusable { path: files.cert.clone(), why };

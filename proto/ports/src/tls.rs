@@ -2,22 +2,18 @@
 //! 1.2 and 1.3. The files are read again when they change: what they hold then is for connections that come later.
 //! Among the cluster's own processes it is `node_tls.rs`.
 use std::fmt;
-use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use tokio_rustls::rustls::crypto::{CryptoProvider, ring};
-use tokio_rustls::rustls::pki_types::pem::PemObject;
-use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use tokio_rustls::rustls::pki_types::CertificateDer;
 use tokio_rustls::rustls::server::WebPkiClientVerifier;
 use tokio_rustls::rustls::server::danger::ClientCertVerifier;
 use tokio_rustls::rustls::{self, RootCertStore, ServerConfig};
 
 use crate::expiry::not_after;
 use crate::followed::{Followed, at_intervals};
-
-/// Bytes of a PEM file at most.
-const MAX_PEM_BYTES: u64 = 1 << 20;
+use crate::pem::{TlsError, certificates, private_key, roots};
 
 /// Where certificate and key are, all in PEM.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,45 +30,6 @@ impl TlsFiles {
     fn paths(&self) -> Vec<PathBuf> {
         [&self.cert, &self.key].into_iter().chain(&self.client_ca).cloned().collect()
     }
-}
-
-/// Why a port cannot have TLS. Each names the file.
-#[derive(Debug, thiserror::Error)]
-pub enum TlsError {
-    /// The file is not there, not readable, or much too large.
-    #[error("cannot read {}: {error}", path.display())]
-    Unreadable {
-        /// Which.
-        path: PathBuf,
-        /// Why.
-        error: io::Error,
-    },
-    /// The file holds no PEM of the kind that is needed.
-    #[error("{}: no {what} in PEM", path.display())]
-    Empty {
-        /// Which.
-        path: PathBuf,
-        /// "certificate", "private key".
-        what: &'static str,
-    },
-    /// The file holds PEM that cannot be used.
-    #[error("{}: {why}", path.display())]
-    Unusable {
-        /// Which.
-        path: PathBuf,
-        /// What is wrong with it.
-        why: String,
-    },
-    /// The key is of another certificate.
-    #[error("{} and {} do not belong together: {why}", cert.display(), key.display())]
-    Pair {
-        /// The certificate's file.
-        cert: PathBuf,
-        /// The key's file.
-        key: PathBuf,
-        /// What rustls says.
-        why: String,
-    },
 }
 
 /// What every connection of a port is secured with. Clones are one: what is read again is for all of them.
@@ -190,38 +147,4 @@ pub(crate) fn verifier(
 ) -> Result<Arc<dyn ClientCertVerifier>, String> {
     let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider);
     verifier.build().map_err(|error| error.to_string())
-}
-
-/// The authorities of a file.
-pub(crate) fn roots(path: &Path) -> Result<RootCertStore, TlsError> {
-    let mut roots = RootCertStore::empty();
-    for root in certificates(path)? {
-        let unusable = |error: rustls::Error| TlsError::Unusable { path: path.to_owned(), why: error.to_string() };
-        roots.add(root).map_err(unusable)?;
-    }
-    Ok(roots)
-}
-
-pub(crate) fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
-    let what = "private key";
-    PrivateKeyDer::from_pem_slice(&read(path)?).map_err(|_| TlsError::Empty { path: path.to_owned(), what })
-}
-
-/// One at least.
-pub(crate) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
-    let pem = read(path)?;
-    let certs: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();
-    let certs = certs.map_err(|error| TlsError::Unusable { path: path.to_owned(), why: error.to_string() })?;
-    if certs.is_empty() {
-        return Err(TlsError::Empty { path: path.to_owned(), what: "certificate" });
-    }
-    Ok(certs)
-}
-
-fn read(path: &Path) -> Result<Vec<u8>, TlsError> {
-    let bytes = std::fs::metadata(path).and_then(|file| match file.len() {
-        0..=MAX_PEM_BYTES => std::fs::read(path),
-        len => Err(io::Error::other(format!("{len} bytes are no PEM file"))),
-    });
-    bytes.map_err(|error| TlsError::Unreadable { path: path.to_owned(), error })
 }

@@ -1,0 +1,114 @@
+//! How etcd is reached: within TLS with certificates of both sides, as a user with a password, and not before it is
+//! there.
+use std::fs;
+use std::path::Path;
+
+use etcd_client::{Client, Permission};
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair};
+use tandem_cluster_tests::routers::until;
+use tandem_etcd::register::Registered;
+use tandem_etcd::watch::Watched;
+use tandem_etcd::{Etcd, EtcdArgs, HostPort};
+use tokio::time::timeout;
+
+use super::SOON;
+use super::server::{EtcdServer, PREFIX};
+
+const PASSWORD: &str = "ge heim";
+
+/// Certificates of server and client, and their authority, which is written beside them; and a foreign authority.
+fn issue(dir: &Path) -> anyhow::Result<()> {
+    let authority = |file: &str| {
+        let mut params = CertificateParams::new(Vec::new())?;
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let issuer = CertifiedIssuer::self_signed(params, KeyPair::generate()?)?;
+        fs::write(dir.join(file), issuer.pem())?;
+        anyhow::Ok(issuer)
+    };
+    let issuer = authority("ca.pem")?;
+    authority("foreign.pem")?;
+    for name in ["server", "client"] {
+        let mut params = CertificateParams::new(vec!["localhost".to_owned(), "127.0.0.1".to_owned()])?;
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        let key = KeyPair::generate()?;
+        fs::write(dir.join(format!("{name}.pem")), params.signed_by(&key, &issuer)?.pem())?;
+        fs::write(dir.join(format!("{name}.key")), key.serialize_pem())?;
+    }
+    Ok(())
+}
+
+/// From now on only the user `tandem` may read and write the prefix.
+async fn with_users(client: &mut Client) -> Result<(), etcd_client::Error> {
+    for user in ["root", "tandem"] {
+        client.user_add(user, PASSWORD, None).await?;
+        client.role_add(user).await?;
+        client.user_grant_role(user, user).await?;
+    }
+    client.role_grant_permission("tandem", Permission::read_write(PREFIX).with_prefix()).await?;
+    client.auth_enable().await.map(drop)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn only_who_has_a_certificate_and_the_password_is_at_etcd() -> anyhow::Result<()> {
+    let Some(etcd) = EtcdServer::new()? else { return Ok(()) };
+    let mut etcd = etcd.with_tls();
+    issue(etcd.dir())?;
+    let path = |name: &str| etcd.dir().join(name);
+    for (file, text) in [("password", PASSWORD), ("wrong", "another")] {
+        fs::write(path(file), format!("{text}\n"))?;
+    }
+    let args = |ca: &str, password: &str, client: bool| EtcdArgs {
+        etcd_ca: Some(path(ca)),
+        etcd_cert: client.then(|| path("client.pem")),
+        etcd_key: client.then(|| path("client.key")),
+        etcd_user: Some("tandem".to_owned()),
+        etcd_password: path(password).to_str().and_then(|path| path.parse().ok()),
+    };
+    let [good, foreign, nobody, wrong] = [
+        args("ca.pem", "password", true),
+        args("foreign.pem", "password", true),
+        args("ca.pem", "password", false),
+        args("ca.pem", "wrong", true),
+    ];
+    etcd.start().await?;
+    with_users(&mut etcd.client().await?).await?;
+    let at = |args: EtcdArgs| Etcd::new(etcd.tls_address().parse()?, args);
+    let mut watched = Watched::start(at(good.clone())?);
+    assert!(timeout(SOON, watched.changed()).await?.is_empty());
+    // These come first, and stand there never.
+    let mut refused = Vec::new();
+    for (number, args) in [foreign, nobody, wrong].into_iter().enumerate() {
+        refused.push(Registered::start(at(args)?, &address(&format!("10.0.0.9:{}", number + 1))));
+    }
+    let registered = Registered::start(at(good)?, &address("10.0.0.1:8002"));
+    let there = timeout(SOON, watched.changed()).await?;
+    assert_eq!(there.values().collect::<Vec<_>>(), ["10.0.0.1:8002"]);
+    registered.leave().await;
+    assert!(timeout(SOON, watched.changed()).await?.is_empty(), "the others are still outside");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn etcd_may_come_last() -> anyhow::Result<()> {
+    let Some(mut etcd) = EtcdServer::new()? else { return Ok(()) };
+    // The first member of the address is nobody.
+    let text = etcd.address().replacen("://", "://127.0.0.1:1,", 1);
+    let at = || Etcd::new(text.parse()?, EtcdArgs::default());
+    let (mut watched, registered) = (Watched::start(at()?), Registered::start(at()?, &address("[::1]:9")));
+    etcd.start().await?;
+    let stands = async || Ok(etcd.entries().await?.contains_key(&format!("{PREFIX}[::1]:9")));
+    until(SOON, "the address stands in etcd", stands).await?;
+    let mut there = timeout(SOON, watched.changed()).await?;
+    if there.is_empty() {
+        there = timeout(SOON, watched.changed()).await?;
+    }
+    assert_eq!(there.iter().collect::<Vec<_>>(), [(&"[::1]:9".to_owned(), &"[::1]:9".to_owned())]);
+    registered.leave().await;
+    assert!(timeout(SOON, watched.changed()).await?.is_empty());
+    Ok(())
+}
+
+fn address(text: &str) -> HostPort {
+    text.parse().expect("an address")
+}
