@@ -141,9 +141,7 @@ impl Routers {
         let all = async || {
             for node in &self.nodes {
                 let free = metric(node, "state=\"free\"").await?;
-                let calls =
-                    metric(node, "tandem_requests_running{").await? + metric(node, "tandem_requests_waiting{").await?;
-                if free != metric(node, "state=\"total\"").await? || calls != 0.0 {
+                if free != metric(node, "state=\"total\"").await? || calls_of(node).await? != 0.0 {
                     return Ok(false);
                 }
             }
@@ -152,14 +150,19 @@ impl Routers {
         until(within, "all blocks are back", all).await
     }
 
-    /// Calls of all nodes.
+    /// Waits until the nodes have so many calls.
     ///
     /// # Errors
-    /// A node does not answer.
-    pub async fn calls(&self) -> anyhow::Result<f64> {
+    /// They have fewer when the time is over, or one does not answer.
+    pub async fn busy(&self, calls: usize, within: Duration) -> anyhow::Result<()> {
+        let enough = async || Ok(self.calls().await? >= calls as f64);
+        until(within, &format!("the nodes have {calls} calls"), enough).await.map(drop)
+    }
+
+    async fn calls(&self) -> anyhow::Result<f64> {
         let mut calls = 0.0;
         for node in &self.nodes {
-            calls += metric(node, "tandem_requests_running{").await? + metric(node, "tandem_requests_waiting{").await?;
+            calls += calls_of(node).await?;
         }
         Ok(calls)
     }
@@ -240,6 +243,10 @@ pub async fn until(
 
 fn free_address() -> std::io::Result<String> {
     Ok(format!("--http 127.0.0.1:{} --grpc 127.0.0.1:{}", free_port()?, free_port()?))
+}
+
+async fn calls_of(node: &Process) -> anyhow::Result<f64> {
+    Ok(metric(node, "tandem_requests_running{").await? + metric(node, "tandem_requests_waiting{").await?)
 }
 
 async fn start_router(number: usize, address: &str, options: &RoutersOptions, dir: &Path) -> anyhow::Result<Process> {

@@ -62,10 +62,6 @@ async fn what_a_dead_or_silent_router_had_is_back_and_the_others_go_on() -> anyh
     let (prompt, tokens) = (vec![7; 40], 1000);
     let expected = reference.tokens(&prompt, tokens).await?;
     for killed in [false, true] {
-        let other = tokio::spawn({
-            let (urls, request) = (urls.clone(), request(&prompt, tokens));
-            async move { ask_in_turn(&urls, 1, 1, &request).await }
-        });
         let mut streams = Vec::new();
         for number in 0..4 {
             let mut client = InferenceClient::connect(urls[0].clone()).await?;
@@ -73,7 +69,11 @@ async fn what_a_dead_or_silent_router_had_is_back_and_the_others_go_on() -> anyh
             stream.message().await?.context("its first token")?;
             streams.push(stream);
         }
-        ensure!(cluster.calls().await? > 4.0);
+        let other = tokio::spawn({
+            let (urls, request) = (urls.clone(), request(&prompt, tokens));
+            async move { ask_in_turn(&urls, 1, 1, &request).await }
+        });
+        cluster.busy(streams.len() + 1, SOON).await?;
         match killed {
             true => cluster.routers[0].kill(),
             false => cluster.routers[0].freeze(),
