@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use prost::Message;
 use tandem_kvtransfer::handshake::{Hello, Secret, Welcome};
 use tandem_kvtransfer::wire::{HEADER_BYTES, Header, encode_seal, parse_seal};
+use tandem_ports::{LIFE_SECRET_BYTES, life_digest};
 use tandem_proto::v1::{self, node_report::Report, transport_info::Reach};
 use tandem_proto::{Error, HandoffId, Life, SequenceHash, TraceContext, TraceState, spans, ways};
 use tandem_router::capacity::Demand;
@@ -80,6 +81,8 @@ fn node_reports(mut data: &[u8]) {
 }
 
 fn report_seeds() -> Vec<Vec<u8>> {
+    // A node shows it when it takes its own place again.
+    const SECRET: [u8; LIFE_SECRET_BYTES] = [7; LIFE_SECRET_BYTES];
     let register = |role: v1::Role, name: &str| {
         Report::Register(v1::Register {
             node_id: name.into(),
@@ -99,6 +102,8 @@ fn report_seeds() -> Vec<Vec<u8>> {
             arithmetic: "f32".into(),
             kv_order: "bf16-pairs".into(),
             life: 1,
+            secret_digest: life_digest(&SECRET).to_vec(),
+            ended: vec![v1::LifeSecret { secret: SECRET.to_vec() }],
             ..v1::Register::default()
         })
     };

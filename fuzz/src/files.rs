@@ -5,6 +5,7 @@ use std::str::FromStr;
 use std::time::Instant;
 
 use tandem_config::{Environment, ROUTER, Resolved};
+use tandem_etcd::{EtcdAddress, HostPort};
 use tandem_gguf::Header;
 use tandem_ports::{JoinToken, JoinTokens, Tls, TlsFiles};
 use tandem_router::admission::keys::Keys;
@@ -158,6 +159,13 @@ fn flags(data: &[u8]) {
         }
         assert!(pools.slots(512).iter().all(|slots| *slots > 0));
     }
+    if let Ok(address) = EtcdAddress::from_str(&text) {
+        assert_eq!(EtcdAddress::from_str(&address.to_string()), Ok(address));
+    }
+    // What routers write into etcd, too.
+    if let Ok(address) = HostPort::from_str(&text) {
+        assert_eq!(HostPort::from_str(&address.to_string()), Ok(address));
+    }
     let _ = Origin::from_str(&text);
     let _ = JaegerUi::from_str(&text);
     if let Ok(collector) = Collector::at("http://127.0.0.1:1").with_headers(&text) {
@@ -167,7 +175,14 @@ fn flags(data: &[u8]) {
 }
 
 fn flag_seeds() -> Vec<Vec<u8>> {
-    ["short=0-999,long=1000-:3", "https://a.example:8443", "authorization=Bearer%20x,b=c", "http://127.0.0.1:16686/ui"]
-        .map(|text| text.as_bytes().to_vec())
-        .to_vec()
+    [
+        "short=0-999,long=1000-:3",
+        "https://a.example:8443",
+        "authorization=Bearer%20x,b=c",
+        "http://127.0.0.1:16686/ui",
+        "etcds://10.0.0.1:2379,etcd-2,[fd00::1]:1/tandem/routers",
+        "[fd00::1]:8002",
+    ]
+    .map(|text| text.as_bytes().to_vec())
+    .to_vec()
 }

@@ -135,6 +135,12 @@ async fn run(args: &Args, cores: Cores) -> anyhow::Result<usize> {
         match one(&mut target, &polite, attack, (args.answers, idle)).await {
             Ok(report) => {
                 println!("{report}");
+                if report.latency.p99 > AIM * without.p99 {
+                    println!(
+                        "  the p99 is above {AIM} times that alone; the phases of that answer: {}",
+                        report.latency.phases
+                    );
+                }
                 reports.push(report);
             }
             Err(error) => {
@@ -150,7 +156,7 @@ async fn run(args: &Args, cores: Cores) -> anyhow::Result<usize> {
     println!(
         "\npolite client alone: {without} before, {again} after; router: {idle:.0} MB idle, {memory:.0} MB after\n"
     );
-    print_table(&reports, without);
+    print_table(&reports, &without);
     let verdict = if failed.is_empty() { "ok" } else { "FAILED" };
     let (passed, failed, seconds) = (reports.len(), failed.len(), start.elapsed().as_secs_f64());
     println!("test result: {verdict}. {passed} passed; {failed} failed; 0 ignored; finished in {seconds:.2}s\n");
@@ -210,7 +216,7 @@ async fn one(
     Ok(Report { attack, refused, counted, latency, memory_mb: [memory_before, most] })
 }
 
-fn print_table(reports: &[Report], without: Latency) {
+fn print_table(reports: &[Report], without: &Latency) {
     println!(
         "| attack | door | refused | counted by | polite p50, p99 ms (alone {without}) | router MB before, at most |"
     );

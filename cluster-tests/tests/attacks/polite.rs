@@ -32,7 +32,7 @@ pub struct Watch {
 }
 
 /// Milliseconds.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Latency {
     /// Answers.
     pub answers: usize,
@@ -40,6 +40,8 @@ pub struct Latency {
     pub p50: f64,
     /// One of a hundred took longer.
     pub p99: f64,
+    /// Where that one's time went, as the answer says it.
+    pub phases: Value,
 }
 
 impl Polite {
@@ -54,7 +56,7 @@ impl Polite {
             let prompt: Vec<u32> = (0..40).map(|at| 100 + (number * 977 + at * 31) % 40_000).collect();
             let expected = reference.tokens(&prompt, NEW_TOKENS).await?;
             let body = json!({"prompt": prompt, "max_tokens": NEW_TOKENS, "ignore_eos": true,
-                "temperature": 0, "return_token_ids": true});
+                "temperature": 0, "return_token_ids": true, "stream_options": {"include_timings": true}});
             questions.push((body.to_string(), expected));
         }
         Ok(Self { questions, cores })
@@ -85,9 +87,10 @@ impl Polite {
             let request = client.post(&url).header("content-type", "application/json").bearer_auth(POLITE);
             let answer = async { told(request.body(body.clone()).send().await?).await };
             let (status, answer) = answer.await.context("the polite client")?;
-            times.push(asked.elapsed().as_secs_f64() * 1e3);
+            let took = asked.elapsed().as_secs_f64() * 1e3;
             ensure!(status == 200, "the polite client got {status}: {answer}");
-            let answer: Value = serde_json::from_str(&answer)?;
+            let mut answer: Value = serde_json::from_str(&answer)?;
+            times.push((took, answer["tandem"].take()));
             let tokens: Vec<u32> = serde_json::from_value(answer["choices"][0]["token_ids"].clone())?;
             ensure!(tokens == *expected, "the polite client got {tokens:?}, not {expected:?}");
             watch.answers.store(times.len(), Ordering::Relaxed);
@@ -95,7 +98,10 @@ impl Polite {
                 break;
             }
         }
-        times.sort_by(f64::total_cmp);
-        Ok(Latency { answers: times.len(), p50: percentile(&times, 0.5), p99: percentile(&times, 0.99) })
+        times.sort_by(|(one, _), (other, _)| one.total_cmp(other));
+        let took: Vec<f64> = times.iter().map(|(took, _)| *took).collect();
+        let (p50, p99) = (percentile(&took, 0.5), percentile(&took, 0.99));
+        let slow = times.into_iter().find(|(took, _)| *took >= p99);
+        Ok(Latency { answers: took.len(), p50, p99, phases: slow.map(|(_, phases)| phases).unwrap_or_default() })
     }
 }
