@@ -77,6 +77,7 @@ const GRAPH: [(&str, &[&str]); 20] = [
         "tandem-fuzz",
         &[
             "tandem-config",
+            "tandem-etcd",
             "tandem-gguf",
             "tandem-kvtransfer",
             "tandem-ports",

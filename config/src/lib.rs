@@ -5,7 +5,8 @@
 //! - [`Program`]: which tables of the file and which variables are a program's.
 //! - [`Resolved`]: what the three sources make together, with the source of each value.
 //! - `flag`: what clap says of a flag. `file`: the TOML file as keys, values and lines (pure). `merge`: one argument
-//!   vector out of the sources (pure). `report`: what `--check` prints, which is such a file again (pure).
+//!   vector out of the sources (pure). `report`: what `--check` prints, which is such a file again (pure). `userinfo`:
+//!   what it does not show, nor the log.
 //! - [`shell`]: completions and man pages of the same flags.
 //!
 //! Next: `merge.rs`, where precedence is decided.
@@ -17,6 +18,7 @@ mod merge;
 mod report;
 mod resolved;
 pub mod shell;
+mod userinfo;
 
 use std::path::PathBuf;
 

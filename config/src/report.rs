@@ -6,6 +6,7 @@ use std::fmt::Write;
 use crate::Program;
 use crate::flag::{Flag, Kind};
 use crate::merge::Source;
+use crate::userinfo::hidden;
 
 /// A flag as clap has it in the end.
 pub(crate) struct Row<'a> {
@@ -30,6 +31,7 @@ pub(crate) fn report(program: &Program, rows: &[Row<'_>], unknown: &[String]) ->
 
 fn line(Row { flag, values, source }: &Row<'_>) -> String {
     let key = &flag.key;
+    let secret = flag.secret || values.iter().map(|value| value.to_string_lossy()).any(|value| hidden(&value) != value);
     let value = match (flag.kind, values.as_slice()) {
         (_, []) => return format!("# {key}: not set"),
         (Kind::Switch, [on, ..]) => on.to_string_lossy().into_owned(),
@@ -41,7 +43,7 @@ fn line(Row { flag, values, source }: &Row<'_>) -> String {
         Source::Default => format!("# {key} = {value}  # default"),
         // No file names another one.
         source if key == "config" => format!("# {key} = {value}  # {}", name(source)),
-        source if flag.secret => format!("# {key} is set, and not shown  # {}", name(source)),
+        source if secret => format!("# {key} is set, and not shown  # {}", name(source)),
         source => format!("{key} = {value}  # {}", name(source)),
     }
 }

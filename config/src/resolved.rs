@@ -13,6 +13,7 @@ use crate::file::{Document, read};
 use crate::flag::{Flag, Kind, flags};
 use crate::merge::{Environment, Line, Merged, Source, config_path, merge, unknown_variables};
 use crate::report::{Row, report};
+use crate::userinfo::{hidden, hidden_in};
 use crate::{Program, shell};
 
 /// Of wrong flags, as clap has it.
@@ -139,7 +140,10 @@ impl Resolved {
     pub fn changes(&self, next: &Self) -> Vec<Change> {
         let shown = |row: &Row<'_>| match row.flag.secret {
             true => String::new(),
-            false => row.values.iter().map(|value| value.to_string_lossy()).collect::<Vec<_>>().join(" "),
+            false => {
+                let shown = row.values.iter().map(|value| hidden(&value.to_string_lossy()).into_owned());
+                shown.collect::<Vec<_>>().join(" ")
+            }
         };
         let differs = |(old, new): &(Row<'_>, Row<'_>)| old.values != new.values;
         let both = self.rows().into_iter().zip(next.rows()).filter(differs);
@@ -229,14 +233,16 @@ impl Refused {
         // Without a reader there is nobody to tell.
         match self.0 {
             Why::Clap(error, notes) => {
-                let _ = error.print();
+                let text = error.render().to_string();
+                let shown = hidden_in(&text);
+                let _ = if shown == text { error.print() } else { stderr.write_all(shown.as_bytes()) };
                 for note in notes {
                     let _ = writeln!(stderr, "{note}");
                 }
                 std::process::exit(error.exit_code())
             }
             Why::Wrong(why) => {
-                let _ = writeln!(stderr, "error: {why}");
+                let _ = writeln!(stderr, "error: {}", hidden_in(&why));
                 std::process::exit(WRONG_FLAGS)
             }
         }
@@ -251,10 +257,10 @@ impl Display for Refused {
                 // What follows is how to use it.
                 let said: Vec<&str> = text.lines().map(str::trim).take_while(|line| !line.is_empty()).collect();
                 let said = said.join(" ");
-                f.write_str(said.strip_prefix("error: ").unwrap_or(&said))?;
+                f.write_str(&hidden_in(said.strip_prefix("error: ").unwrap_or(&said)))?;
                 notes.iter().try_for_each(|note| write!(f, "; {note}"))
             }
-            Why::Wrong(why) => f.write_str(why),
+            Why::Wrong(why) => f.write_str(&hidden_in(why)),
         }
     }
 }

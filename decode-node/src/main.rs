@@ -26,7 +26,7 @@ fn main() -> ExitCode {
 async fn live(args: Args, resolved: Resolved) -> anyhow::Result<()> {
     let lease = Duration::from_millis(args.handoff_lease_ms.into());
     let config = args.node.resolve(Role::Decode)?;
-    reload::at_hangup(resolved, config.credentials.clone())?;
+    reload::at_hangup(resolved, Role::Decode, config.credentials.clone())?;
     let listeners = Listeners::bind(&config).await?;
     let node = Node::start(&config, Faults::default()).await?;
     let routes = routes(node.clone(), lease);

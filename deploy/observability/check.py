@@ -113,7 +113,7 @@ def exported(clusters):
         for entry in live.targets("", cluster):
             with urllib.request.urlopen(f"http://{entry['targets'][0]}/metrics", timeout=10) as answer:
                 metrics.read(answer.read().decode(), entry["labels"]["role"], families)
-    metrics.read_certificates(families)
+    metrics.read_absent(families)
     return families
 
 

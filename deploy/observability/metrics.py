@@ -13,6 +13,7 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 COMMON = {"role", "instance"}
 # Labels whose values are others in each cluster.
 FREE = {"model_name", "tenant", "node_instance", "priority", "backend", "name", "le", "block_size", "num_gpu_blocks"}
+FREE |= {"etcd"}
 # Families all of whose labels are such.
 FREE_FAMILIES = {"tandem_kv_way_fallbacks_total"}
 # What router and nodes export of ports that have certificates, which no cluster of this check has.
@@ -22,6 +23,12 @@ CERTIFICATE_TEXT = (
     f"# HELP {CERTIFICATE} Unix time at which a port's certificate ends, or one of the authorities' behind it\n"
     f"# TYPE {CERTIFICATE} gauge\n"
 )
+# What a router exports that registers in etcd.
+IN_ETCD = """\
+# HELP tandem_etcd_registered Whether the router stands in etcd, where nodes look for it: 1 or 0
+# TYPE tandem_etcd_registered gauge
+tandem_etcd_registered{role="router",instance="i",etcd="etcd://h/p"} 1
+"""
 # Of samples whose names end so; everything else has no unit but what its meaning says.
 UNITS = {
     "_seconds": "s",
@@ -53,8 +60,9 @@ class Metric:
         return [name + part for part in ("_bucket", "_sum", "_count")] if self.kind == "histogram" else [name]
 
 
-def read_certificates(into):
-    """Adds what the programs would export within TLS."""
+def read_absent(into):
+    """Adds what the programs would export within TLS, and with etcd."""
+    read(IN_ETCD, "router", into)
     for role, ports in WITHIN_TLS.items():
         samples = (f'{CERTIFICATE}{{role="{role}",instance="i",port="{port}"}} 1\n' for port in ports)
         read(CERTIFICATE_TEXT + "".join(samples), role, into)

@@ -3,11 +3,8 @@
 //! One owner for each link: another router sees other secrets. Pure; the caller draws.
 use std::collections::VecDeque;
 
-use tandem_ports::{LIFE_SECRET_BYTES, life_digest};
+use tandem_ports::{LIFE_SECRET_BYTES, MAX_ENDED_LIVES, life_digest};
 use tandem_proto::v1;
-
-/// Lives whose secrets are shown: the router may not have seen the last of them.
-const SHOWN: usize = 8;
 
 /// Of the lives on one link, the last one at the back.
 #[derive(Default)]
@@ -17,7 +14,7 @@ impl LifeSecrets {
     /// The registration of the next life, which has this secret. Those before must be over.
     pub fn begin(&mut self, secret: [u8; LIFE_SECRET_BYTES], register: v1::Register) -> v1::Register {
         let ended = self.0.iter().map(|secret| v1::LifeSecret { secret: secret.to_vec() }).collect();
-        if self.0.len() >= SHOWN {
+        if self.0.len() >= MAX_ENDED_LIVES {
             self.0.pop_front();
         }
         self.0.push_back(secret);
@@ -43,7 +40,7 @@ mod tests {
         };
         assert!(proves(&second, &first) && !proves(&second, &second));
         let last = (3..=20).map(begin).last().unwrap();
-        assert_eq!(last.ended.len(), SHOWN);
+        assert_eq!(last.ended.len(), MAX_ENDED_LIVES);
         assert!(!proves(&last, &second), "it is long over");
     }
 }

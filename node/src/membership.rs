@@ -15,7 +15,7 @@ use tandem_proto::v1::node_report::Report;
 use tandem_proto::v1::{self, ClockProbe, ClockReading, Draining, NodeReport, RouterReport};
 use tandem_proto::{Error, ErrorKind, Life};
 use tandem_telemetry::clock::{self, clock};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio::time::{MissedTickBehavior, interval, sleep_until, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
@@ -108,7 +108,8 @@ impl From<Endpoint> for RouterWay {
 /// Keeps the node registered with one router until `stop`; `endpoint` is the URL of its own gRPC services. Ends never
 /// by itself: a router may come back at any time.
 pub async fn stay_joined(node: Arc<Node>, router: impl Into<RouterWay>, endpoint: String, stop: CancellationToken) {
-    Link::new(&node, router.into(), endpoint, (0, None)).stay(&node, &CancellationToken::new(), &stop).await;
+    let (_always, listed) = watch::channel(true);
+    Link::new(&node, router.into(), endpoint, (0, None)).stay(&node, listed, &stop).await;
 }
 
 /// The node's side of its streams to one router, one after the other.
@@ -132,8 +133,8 @@ impl Link {
         Self { router, endpoint, key, strays, secrets, state, backoff: FIRST_BACKOFF, lease: None }
     }
 
-    /// Opens a stream whenever there is none; until `stop`, or, once `unlisted`, until there is none.
-    pub async fn stay(mut self, node: &Node, unlisted: &CancellationToken, stop: &CancellationToken) {
+    /// Opens a stream whenever there is none; until `stop`, or until there is none while the router is not `listed`.
+    pub async fn stay(mut self, node: &Node, mut listed: watch::Receiver<bool>, stop: &CancellationToken) {
         // Nodes that lost the router at one time come back at different ones, in a simulation the same ones in each
         // run.
         let mut jitter = StdRng::seed_from_u64(node.incarnation().0);
@@ -145,14 +146,18 @@ impl Link {
             };
             self.lost(&lost);
             let pause = match lost.retry_after {
-                Some(worth) => worth.clamp(SHORTEST_INTERVAL, LONGEST_BACKOFF),
+                // The same for all that wait for one thing.
+                Some(worth) => {
+                    let spread = jitter.random_range(Duration::ZERO..=FIRST_BACKOFF);
+                    worth.clamp(SHORTEST_INTERVAL, LONGEST_BACKOFF) + spread
+                }
                 None => jitter.random_range(self.backoff / 2..=self.backoff),
             };
             self.backoff = (self.backoff * 2).min(LONGEST_BACKOFF);
             tokio::select! {
                 biased;
                 () = stop.cancelled() => return,
-                () = unlisted.cancelled() => return,
+                _ = listed.wait_for(|listed| !listed) => return,
                 () = tokio::time::sleep(pause) => {}
             }
         }

@@ -4,23 +4,27 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Context;
+use clap::FromArgMatches;
 use tandem_config::Resolved;
+use tandem_proto::v1::Role;
 use tandem_telemetry::LogFilter;
 use tokio::signal::unix::{SignalKind, signal};
 
+use crate::config::NodeArgs;
 use crate::credentials::Credentials;
 
 /// What holds from its change on.
 const AT_ONCE: &str = "log-filter";
 
-/// Reads all of it at each signal, until the process ends; the credentials' files also when they change.
+/// Reads all of it at each signal, until the process ends, for a node of this role; the credentials' files also when
+/// they change.
 ///
 /// # Errors
 /// The system refuses the signal's handler.
-pub fn at_hangup(started: Resolved, credentials: Credentials) -> anyhow::Result<()> {
+pub fn at_hangup(started: Resolved, role: Role, credentials: Credentials) -> anyhow::Result<()> {
     let mut hangups = signal(SignalKind::hangup()).context("cannot handle signals")?;
     credentials.clone().follow_files();
-    let reload = Arc::new(Reload { credentials, last: Mutex::new(started.clone()), started });
+    let reload = Arc::new(Reload { credentials, role, last: Mutex::new(started.clone()), started });
     tokio::spawn(async move {
         while hangups.recv().await.is_some() {
             let reload = Arc::clone(&reload);
@@ -33,6 +37,7 @@ pub fn at_hangup(started: Resolved, credentials: Credentials) -> anyhow::Result<
 
 struct Reload {
     credentials: Credentials,
+    role: Role,
     started: Resolved,
     /// What the file made of it last.
     last: Mutex<Resolved>,
@@ -44,9 +49,12 @@ impl Reload {
         if self.started.path().is_none() {
             return tracing::info!("SIGHUP: there is no configuration file to read again");
         }
-        let now = match self.started.again() {
+        let now = match self.again() {
             Ok(now) => now,
-            Err(error) => return tracing::error!(%error, "the configuration file would not start a node"),
+            Err(error) => {
+                let error = format!("{error:#}");
+                return tracing::error!(error, "the configuration file would not start a node");
+            }
         };
         // A line that says so is chosen by it.
         log_filter(&now).set();
@@ -60,6 +68,13 @@ impl Reload {
             tracing::warn!(flag, running, file, "the configuration file has changed: this takes a restart");
         }
         *last = now;
+    }
+
+    /// What the file makes of it now, if a node could start with that.
+    fn again(&self) -> anyhow::Result<Resolved> {
+        let now = self.started.again()?;
+        NodeArgs::from_arg_matches(now.matches())?.resolve(self.role)?;
+        Ok(now)
     }
 }
 
@@ -93,13 +108,20 @@ mod tests {
         let words = ["tandem-decode-node", "--config", path.to_str().expect("text")].map(OsString::from);
         let started = Resolved::of(DECODE, Cli::command(), words.into(), BTreeMap::new()).expect("resolved");
         let last = Mutex::new(started.clone());
-        let reload = Reload { credentials: Credentials::default(), started, last };
+        let reload = Reload { credentials: Credentials::default(), role: Role::Decode, started, last };
         let filter = || log_filter(&reload.last.lock().expect("whole")).to_string();
         assert_eq!(filter(), "warn");
-        for (text, expected) in [("'debug'\nkv-blocks = 7", "debug"), ("'tandem=loud'", "debug"), ("'info'", "info")] {
-            write(&format!("[node]\nrouter = ['http://127.0.0.1:1']\nsimulated = true\nlog-filter = {text}\n"));
+        for (router, text, expected) in [
+            ("http://127.0.0.1:1", "'debug'\nkv-blocks = 7", "debug"),
+            ("http://127.0.0.1:1", "'tandem=loud'", "debug"),
+            ("nonsense", "'error'", "debug"),
+            ("http://127.0.0.1:1", "'error'\nlisten = '0.0.0.0:1'", "debug"),
+            ("http://127.0.0.1:1", "'error'\njoin-token-file = '/no/such/file'", "debug"),
+            ("http://127.0.0.1:1", "'info'", "info"),
+        ] {
+            write(&format!("[node]\nrouter = ['{router}']\nsimulated = true\nlog-filter = {text}\n"));
             reload.read();
-            assert_eq!(filter(), expected, "{text}");
+            assert_eq!(filter(), expected, "{router} {text}");
         }
     }
 }

@@ -2,7 +2,7 @@
 //! addresses stand. Plain data; [`crate::router_source`] asks, [`crate::routers`] dials.
 use std::time::Duration;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use tandem_etcd::{Etcd, EtcdAddress, EtcdArgs};
 use tonic::transport::Endpoint;
 
@@ -13,7 +13,8 @@ const KEEP_ALIVE: Duration = Duration::from_secs(2);
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(3);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// What the errors name.
-const FORMS: &str = "http://host:port, https://host:port, dns:///host:port or etcd://host:port/prefix";
+const FORMS: &str =
+    "http://host:port, https://host:port, dns:///host:port, etcd://host:port/prefix or etcds://host:port/prefix";
 
 /// One `--router`.
 #[derive(Clone, Debug)]
@@ -41,6 +42,10 @@ impl RouterAddress {
             // The text may hold a password, which is wrong, and not repeated.
             let address = text.parse().context("--router etcd://…")?;
             return Ok(Self::Etcd(Box::new(Etcd::new(address, etcd.clone())?)));
+        }
+        if text.contains('@') {
+            // Nor here.
+            bail!("--router: user and password are not part of a router's address");
         }
         let wrong = || format!("--router {text:?} is not of the form {FORMS}");
         match text.strip_prefix("dns:///") {
@@ -93,7 +98,12 @@ mod tests {
         let wrong = format!("{:#}", parse("etcd://10.1.2.3:2379").unwrap_err());
         assert!(wrong.contains("--router") && wrong.contains("no prefix"), "{wrong}");
         for wrong in ["dns:///name", "dns://name:1", "dns:///:1", "dns:///name:0", "name:1", "ftp://name:1"] {
-            assert!(parse(wrong).unwrap_err().to_string().contains("dns:///host:port"), "{wrong}");
+            let error = parse(wrong).unwrap_err().to_string();
+            assert!(error.contains("dns:///host:port") && error.contains("etcds://"), "{wrong}: {error}");
+        }
+        for secret in ["http://root:geheim@h:1", "ftp://root:geheim@h", "etcds://root:geheim@h:1/p"] {
+            let error = format!("{:#}", parse(secret).unwrap_err());
+            assert!(error.contains("password") && !error.contains("geheim"), "{error}");
         }
     }
 }

@@ -5,11 +5,11 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tandem_etcd::HostPort;
 use tandem_etcd::watch::{Entries, Watched};
+use tandem_etcd::{Etcd, HostPort};
 use tokio::time::{Interval, MissedTickBehavior, interval};
 
-use crate::router_address::{MAX_ROUTERS, RouterAddress};
+use crate::router_address::MAX_ROUTERS;
 
 /// Between two questions for a name.
 const RESOLVE_INTERVAL: Duration = Duration::from_secs(2);
@@ -24,16 +24,14 @@ pub enum RouterSource {
 }
 
 impl RouterSource {
-    /// The source that this address names, if it does not name a router itself. Begins to ask at once.
-    pub fn of(address: &RouterAddress) -> Option<Self> {
-        match address {
-            RouterAddress::Url(_) => None,
-            RouterAddress::Dns { host, port } => Some(Self::Dns(Name::new(host.clone(), *port))),
-            RouterAddress::Etcd(etcd) => {
-                let (name, watched) = (etcd.address.to_string(), Watched::start((**etcd).clone()));
-                Some(Self::Etcd(Prefix { name, watched, odd: BTreeSet::new() }))
-            }
-        }
+    /// All addresses of a name, with this port.
+    pub fn of_name(host: String, port: u16) -> Self {
+        Self::Dns(Name::new(host, port))
+    }
+
+    /// What stands there. Begins to read at once.
+    pub fn of_prefix(etcd: Etcd) -> Self {
+        Self::Etcd(Prefix { name: etcd.address.to_string(), watched: Watched::start(etcd), odd: BTreeSet::new() })
     }
 
     /// For people.

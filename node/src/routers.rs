@@ -2,12 +2,14 @@
 //! task for each of them ([`crate::membership::Link`]); this file alone starts and ends these.
 //!
 //! An address that its source has no more is left when its session ends, and not before: a router that drains leaves
-//! its name first, and its requests run on.
+//! its name first, and its requests run on. One that is back by then is kept, with the secrets of its lives: another
+//! task could not show that the last of them is over.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use futures::future::join_all;
 use tandem_etcd::HostPort;
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Endpoint;
@@ -31,12 +33,13 @@ pub async fn stay_joined(
         let (node, credentials) = (node.clone(), credentials.clone());
         let dialling = Dialling { node, credentials, endpoint: endpoint.clone(), stop: stop.clone() };
         async move {
-            match (RouterSource::of(&router), router) {
-                (Some(source), _) => dialling.follow(place, source).await,
-                (None, RouterAddress::Url(router)) => {
-                    dialling.stay(*router, (place, None), CancellationToken::new()).await;
+            match router {
+                RouterAddress::Url(router) => {
+                    let (_always, listed) = watch::channel(true);
+                    dialling.stay(*router, (place, None), listed).await;
                 }
-                (None, _) => {}
+                RouterAddress::Dns { host, port } => dialling.follow(place, RouterSource::of_name(host, port)).await,
+                RouterAddress::Etcd(etcd) => dialling.follow(place, RouterSource::of_prefix(*etcd)).await,
             }
         }
     });
@@ -53,9 +56,9 @@ struct Dialling {
 }
 
 impl Dialling {
-    async fn stay(self, router: Endpoint, key: RouterKey, unlisted: CancellationToken) {
+    async fn stay(self, router: Endpoint, key: RouterKey, listed: watch::Receiver<bool>) {
         let way = RouterWay::Network(Box::new(router), self.credentials);
-        Link::new(&self.node, way, self.endpoint, key).stay(&self.node, &unlisted, &self.stop).await;
+        Link::new(&self.node, way, self.endpoint, key).stay(&self.node, listed, &self.stop).await;
     }
 
     /// Serves the addresses that the source has.
@@ -75,13 +78,13 @@ impl Dialling {
                 },
                 addresses = source.next() => listed.resolved(addresses),
             };
-            for (address, unlisted) in new {
+            for (address, is_listed) in new {
                 let url = format!("{}://{address}", self.credentials.scheme());
                 let Some(router) = endpoint(&url) else { continue };
                 tracing::info!(source = source.name(), %address, "a router");
                 let dialling = self.clone();
                 links.spawn(async move {
-                    dialling.stay(router, (place, Some(address.clone())), unlisted).await;
+                    dialling.stay(router, (place, Some(address.clone())), is_listed).await;
                     address
                 });
             }
@@ -95,20 +98,18 @@ impl Dialling {
 struct Listed {
     /// What the source said last.
     wanted: BTreeSet<HostPort>,
-    /// With what tells the task that the source has this one no more.
-    tasks: BTreeMap<HostPort, CancellationToken>,
+    /// With what tells the task whether the source has this one.
+    tasks: BTreeMap<HostPort, watch::Sender<bool>>,
 }
 
-type NewTasks = Vec<(HostPort, CancellationToken)>;
+type NewTasks = Vec<(HostPort, watch::Receiver<bool>)>;
 
 impl Listed {
-    /// The source has these addresses now. Returns the new ones, each with its token.
+    /// The source has these addresses now. Returns the new ones, each with what says whether it is still listed.
     fn resolved(&mut self, addresses: BTreeSet<HostPort>) -> NewTasks {
         self.wanted = addresses;
-        for (address, unlisted) in &self.tasks {
-            if !self.wanted.contains(address) {
-                unlisted.cancel();
-            }
+        for (address, is_listed) in &self.tasks {
+            is_listed.send_replace(self.wanted.contains(address));
         }
         self.missing()
     }
@@ -124,9 +125,9 @@ impl Listed {
         let mut new = Vec::new();
         for address in &self.wanted {
             if self.tasks.len() < MAX_ROUTERS && !self.tasks.contains_key(address) {
-                let unlisted = CancellationToken::new();
-                self.tasks.insert(address.clone(), unlisted.clone());
-                new.push((address.clone(), unlisted));
+                let (tell, is_listed) = watch::channel(true);
+                self.tasks.insert(address.clone(), tell);
+                new.push((address.clone(), is_listed));
             }
         }
         new
@@ -150,11 +151,14 @@ mod tests {
         assert_eq!(first.iter().map(|(address, _)| address.clone()).collect::<Vec<_>>(), [address(1), address(2)]);
         assert!(resolve(&mut listed, &[1, 2]).is_empty());
         assert_eq!(resolve(&mut listed, &[2, 3]).len(), 1);
-        assert_eq!(first.iter().map(|(_, unlisted)| unlisted.is_cancelled()).collect::<Vec<_>>(), [true, false]);
-        // It is back, and its last session is not over.
+        let listed_now = || first.iter().map(|(_, is_listed)| *is_listed.borrow()).collect::<Vec<_>>();
+        assert_eq!(listed_now(), [false, true]);
+        // It is back, and its last session is not over: its task stays.
         assert!(resolve(&mut listed, &[1, 2, 3]).is_empty());
+        assert_eq!(listed_now(), [true, true]);
+        // It was just ending.
         let again = listed.ended(&address(1));
-        assert!(again.len() == 1 && again[0].0 == address(1) && !again[0].1.is_cancelled());
+        assert!(again.len() == 1 && again[0].0 == address(1) && *again[0].1.borrow());
         assert!(resolve(&mut listed, &[1, 2, 3]).is_empty());
         let all: Vec<u16> = (1..=100).collect();
         assert_eq!(resolve(&mut listed, &all).len(), MAX_ROUTERS - 3, "bounded");

@@ -1,5 +1,6 @@
 //! The node's side of the membership stream against a small router.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is the failure message of a test")]
+use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -8,6 +9,7 @@ use tandem_engine::{KvLease, Prefix, SamplingParams, SequenceRequest};
 use tandem_kvtransfer::Faults;
 use tandem_node::call::{EventStream, Events};
 use tandem_node::credentials::Credentials;
+use tandem_node::membership::Link;
 use tandem_node::routers::stay_joined;
 use tandem_node::{Node, NodeArgs, NodeConfig};
 use tandem_ports::is_life_secret;
@@ -17,13 +19,13 @@ use tandem_proto::v1::node_report::Report;
 use tandem_proto::v1::{ClockReading, KvEvents, Load, NodeReport, Register, Role, RouterReport};
 use tandem_proto::{CacheSalt, Error, ErrorKind, Life, SequenceHash, SequenceKey};
 use tokio::net::TcpListener;
-use tokio::sync::{Notify, mpsc};
+use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio::time::sleep;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tokio_util::sync::CancellationToken;
-use tonic::transport::Server;
+use tonic::transport::{Endpoint, Server};
 use tonic::{Request, Response, Status, Streaming};
 
 const ENDPOINT: &str = "http://127.0.0.1:9";
@@ -138,11 +140,11 @@ async fn serve_as(
     reports
 }
 
-fn config(router: std::net::SocketAddr) -> NodeConfig {
+fn config(router: SocketAddr) -> NodeConfig {
     config_of(&[router])
 }
 
-fn config_of(routers: &[std::net::SocketAddr]) -> NodeConfig {
+fn config_of(routers: &[SocketAddr]) -> NodeConfig {
     let routers: String = routers.iter().map(|router| format!(" --router http://{router}")).collect();
     let flags = format!("node{routers} --simulated --transport tcp --kv-blocks 7 --node-id d0");
     Cli::parse_from(flags.split_whitespace()).node.resolve(Role::Decode).unwrap()
@@ -181,19 +183,57 @@ async fn registers_reports_and_comes_back_as_the_same_incarnation() {
     // The router restarts on the same port.
     router_dies.cancel();
     drop(reports);
-    let listener = loop {
-        match TcpListener::bind(address).await {
-            Ok(listener) => break listener,
-            Err(_) => tokio::time::sleep(Duration::from_millis(5)).await,
-        }
-    };
-    let mut reports = serve(listener, CancellationToken::new()).await;
+    let mut reports = serve(bound(address).await, CancellationToken::new()).await;
     assert_eq!(registered(&mut reports).await.incarnation, first.incarnation);
 
     node.work.drain();
     while !matches!(reports.recv().await, Some(Report::Draining(_))) {}
     stop.cancel();
     joined.await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_router_that_was_unlisted_for_a_while_is_shown_that_the_last_life_is_over() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let node = Node::start(&config(address), Faults::default()).await.unwrap();
+    let stop = CancellationToken::new();
+    let (list, listed) = watch::channel(true);
+    let router = Endpoint::from_shared(format!("http://{address}")).unwrap();
+    let link = Link::new(&node, router.into(), ENDPOINT.to_owned(), (0, None));
+    let staying = tokio::spawn({
+        let (node, stop) = (Arc::clone(&node), stop.clone());
+        async move { link.stay(&node, listed, &stop).await }
+    });
+    let dies = CancellationToken::new();
+    let mut reports = serve(listener, dies.clone()).await;
+    let first = registered(&mut reports).await;
+    while !matches!(reports.recv().await, Some(Report::Load(_))) {}
+    list.send_replace(false);
+    while !matches!(reports.recv().await, Some(Report::Load(_))) {}
+    list.send_replace(true);
+    dies.cancel();
+    drop(reports);
+    let dies = CancellationToken::new();
+    let mut reports = serve(bound(address).await, dies.clone()).await;
+    let second = registered(&mut reports).await;
+    assert!(second.ended.iter().any(|life| is_life_secret(&life.secret, &first.secret_digest)));
+    // Unlisted for good, it ends with its stream.
+    list.send_replace(false);
+    assert!(!staying.is_finished());
+    dies.cancel();
+    drop(reports);
+    staying.await.unwrap();
+}
+
+/// At an address that somebody else had just now.
+async fn bound(address: SocketAddr) -> TcpListener {
+    loop {
+        match TcpListener::bind(address).await {
+            Ok(listener) => break listener,
+            Err(_) => sleep(Duration::from_millis(5)).await,
+        }
+    }
 }
 
 /// A call of this life that holds blocks until it is cancelled.
@@ -236,13 +276,7 @@ async fn a_router_that_is_lost_takes_its_calls_along_and_no_others() {
     assert!(held.upgrade().is_none() && still_held.upgrade().is_some());
 
     // It is back at its address, and gets the same node with another life.
-    let listener = loop {
-        match TcpListener::bind(one).await {
-            Ok(listener) => break listener,
-            Err(_) => tokio::time::sleep(Duration::from_millis(5)).await,
-        }
-    };
-    let mut of_one = serve(listener, CancellationToken::new()).await;
+    let mut of_one = serve(bound(one).await, CancellationToken::new()).await;
     let again = registered(&mut of_one).await;
     assert_eq!((again.incarnation, again.link), (a.incarnation, a.link));
     assert_ne!(again.life, a.life);

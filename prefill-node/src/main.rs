@@ -32,7 +32,7 @@ async fn live(args: Args, resolved: Resolved) -> anyhow::Result<()> {
         push_delay: ms(args.debug_push_delay_ms),
     };
     let config = args.node.resolve(Role::Prefill)?;
-    reload::at_hangup(resolved, config.credentials.clone())?;
+    reload::at_hangup(resolved, Role::Prefill, config.credentials.clone())?;
     let listeners = Listeners::bind(&config).await?;
     let node = Node::start(&config, faults).await?;
     let routes = routes_with(node.clone(), settings);

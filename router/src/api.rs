@@ -7,6 +7,7 @@ use std::task::{Context, Poll};
 
 use futures::future::Either;
 use futures::stream::{Stream, StreamExt, select_all};
+use tandem_etcd::register::Standing;
 use tandem_ports::Places;
 use tandem_proto::{Error, ErrorCode, ErrorKind, TraceContext};
 use tandem_telemetry::{Exporter, clock};
@@ -92,6 +93,8 @@ pub struct Service {
     grpc_port: Option<u16>,
     /// Where people look at traces.
     jaeger_ui: Option<JaegerUi>,
+    /// Where nodes look for it.
+    standing: Option<Standing>,
 }
 
 impl Service {
@@ -133,7 +136,7 @@ impl Service {
             ending: CancellationToken::new(),
         };
         let (intake, ports) = (Intake::default(), Arc::default());
-        Self { flow: Arc::new(flow), keys, intake, ports, grpc_port: None, jaeger_ui: None }
+        Self { flow: Arc::new(flow), keys, intake, ports, grpc_port: None, jaeger_ui: None, standing: None }
     }
 
     /// The same with the ports that it is asked at, by name: their connections are in its metrics.
@@ -149,6 +152,11 @@ impl Service {
     /// The same with a Jaeger that has its traces, too: they come with a link to it.
     pub fn with_jaeger_ui(self, jaeger_ui: Option<JaegerUi>) -> Self {
         Self { jaeger_ui, ..self }
+    }
+
+    /// The same for a router that is to stand in etcd: whether it does is in its metrics.
+    pub fn with_standing(self, standing: Option<Standing>) -> Self {
+        Self { standing, ..self }
     }
 
     /// Where people look at traces, if that is known.
@@ -365,6 +373,7 @@ impl Service {
             index: flow.membership.index(),
             ports: self.ports.iter().map(|(name, places)| (*name, places.occupancy())).collect(),
             way_fallbacks: flow.membership.way_fallbacks(),
+            registered: self.standing.as_ref().map(|key| (Arc::clone(key.etcd()), key.is_there(clock::now()))),
         };
         flow.metrics.text(accept, &seen)
     }

@@ -111,6 +111,7 @@ async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     let service = Service::with_keys(model, membership.clone(), telling, limits, instance.clone(), keys.clone());
     let service = service.at_ports(ports.places()).with_grpc_port(ports.grpc_address.port());
     let service = service.with_jaeger_ui(config.jaeger_ui.clone());
+    let service = service.with_standing(registration.as_ref().map(Registration::standing));
     let scraped = service.clone();
     let text = Arc::new(move || scraped.metrics_text(Some(OPEN_METRICS)).1);
     let metrics = MetricsExport::start("tandem-router", &instance, &config.collector, text)?;
@@ -160,15 +161,23 @@ async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     tokio::spawn(live.watch());
     tokio::spawn(grpc::follow_health(service.clone(), health));
     let registered = registration.map(|registration| registration.start(nodes_address)).transpose()?;
-    writeln!(std::io::stdout(), "{ready}").context("cannot write to stdout")?;
-
-    tokio::select! {
-        () = signals.first() => {}
-        ended = servers.join_next() => ended.context("no server runs")?.context("a server panicked")??,
-    }
-    tracing::info!("draining");
+    let served = async {
+        writeln!(std::io::stdout(), "{ready}").context("cannot write to stdout")?;
+        tokio::select! {
+            () = signals.first() => Ok(()),
+            ended = servers.join_next() => ended.context("no server runs")?.context("a server panicked")?,
+        }
+    };
+    let served = served.await;
     // No node is to come any more. Those that are here stay until its requests have ended.
     let left = registered.map(|registered| tokio::spawn(registered.leave()));
+    if served.is_err() {
+        if let Some(left) = left {
+            let _ = left.await;
+        }
+        return served;
+    }
+    tracing::info!("draining");
     tokio::select! {
         () = service.drain(config.drain) => {}
         () = signals.first() => tracing::warn!("second signal: ending at once"),

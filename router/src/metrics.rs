@@ -96,6 +96,8 @@ pub struct Seen {
     pub ports: Vec<(&'static str, Occupancy)>,
     /// Pairs that took another way.
     pub way_fallbacks: Fallbacks,
+    /// Where in etcd the router is to stand, and whether it does.
+    pub registered: Option<(Arc<str>, bool)>,
 }
 
 impl Metrics {
@@ -249,7 +251,8 @@ mod tests {
         let ports =
             vec![("http", Occupancy { open: 6, evicted: 4, refused: 2, failed: 3, certificate_not_after: Some(7) })];
         let way_fallbacks = [(("ucx/shm".into(), "tcp".into()), 7)].into();
-        metrics.text(accept, &Seen { breakers, index, depths, ports, way_fallbacks, ..Seen::default() }).1
+        let registered = Some(("etcd://h:1/p".into(), true));
+        metrics.text(accept, &Seen { breakers, index, depths, ports, way_fallbacks, registered, ..Seen::default() }).1
     }
 
     #[test]
@@ -274,6 +277,7 @@ mod tests {
             "tandem_connections_evicted_total{role=\"router\",instance=\"r0\",port=\"http\"} 4",
             "tandem_connections_refused_total{role=\"router\",instance=\"r0\",port=\"http\"} 2",
             "tandem_certificate_not_after_seconds{role=\"router\",instance=\"r0\",port=\"http\"} 7",
+            "tandem_etcd_registered{role=\"router\",instance=\"r0\",etcd=\"etcd://h:1/p\"} 1",
             "tandem_waiting_for_node_requests{role=\"router\",instance=\"r0\"} 1",
             "tandem_queue_depth{role=\"router\",instance=\"r0\",tenant=\"team\"} 7",
             "tandem_refused_total{role=\"router\",instance=\"r0\",reason=\"tenant_share\"} 1",
@@ -310,6 +314,7 @@ mod tests {
         ] {
             assert!(text.lines().any(|found| found == format!("{series} 0")), "{series}\n{text}");
         }
+        assert!(!text.contains("tandem_etcd_registered{"), "without --register it is not asked for");
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 
 use anyhow::{Context, bail};
-use tandem_etcd::register::Registered;
+use tandem_etcd::register::{Registered, Standing};
 use tandem_etcd::{Etcd, EtcdArgs, HostPort};
 
 use crate::config::Config;
@@ -13,6 +13,7 @@ use crate::config::Config;
 pub struct Registration {
     etcd: Etcd,
     advertise_host: Option<String>,
+    standing: Standing,
 }
 
 impl Registration {
@@ -28,8 +29,9 @@ impl Registration {
             return Ok(None);
         };
         let etcd = Etcd::new(address.clone(), config.etcd.clone())?;
-        let registration = Self { etcd, advertise_host: config.advertise_host.clone() };
-        // The port is not bound yet, and any will do to see whether the host does.
+        let (advertise_host, standing) = (config.advertise_host.clone(), Standing::new(&etcd.address));
+        let registration = Self { etcd, advertise_host, standing };
+        // The real port may be known only once it is bound, and any will do to see whether the host does.
         let (flag, listen) = match config.nodes {
             Some(nodes) => ("--nodes", nodes),
             None => ("--grpc", config.grpc),
@@ -38,15 +40,24 @@ impl Registration {
         Ok(Some(registration))
     }
 
+    /// Whether it stands there, before it begins and after.
+    pub fn standing(&self) -> Standing {
+        self.standing.clone()
+    }
+
     /// Begins, for a port at this address. Nodes may come from then on.
     ///
     /// # Errors
     /// As [`Self::read`].
     pub fn start(self, bound: SocketAddr) -> anyhow::Result<Registered> {
         let address = self.address(bound)?;
-        Ok(Registered::start(self.etcd, &address))
+        if address.is_loopback() && !self.etcd.address.members.iter().any(HostPort::is_loopback) {
+            tracing::warn!(%address, "nodes on other hosts do not reach what stands in etcd: --grpc or --nodes, or --advertise-host");
+        }
+        Ok(Registered::start(self.etcd, &address, self.standing))
     }
 
+    /// Under which nodes reach a port that is bound there. One that `--advertise-host` names wins: it may be a proxy's.
     fn address(&self, bound: SocketAddr) -> anyhow::Result<HostPort> {
         match &self.advertise_host {
             Some(host) => HostPort::with_default(host, Some(bound.port()))
@@ -106,6 +117,8 @@ mod tests {
             config::command().try_get_matches_from(words).unwrap_err().to_string()
         };
         assert!(refused("--register etcd://h").contains("no prefix"));
+        let secret = refused("--register etcd://root:geheim@h:1/p");
+        assert!(secret.contains("--etcd-password") && !secret.contains("geheim"), "{secret}");
         assert!(refused("--advertise-host h").contains("--register"));
     }
 }

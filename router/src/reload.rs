@@ -11,6 +11,7 @@ use crate::admission::keys::Keys;
 use crate::api::Service;
 use crate::config::Config;
 use crate::limits::Limits;
+use crate::registration::Registration;
 
 /// Flags whose new values hold without a restart.
 const AT_ONCE: [&str; 4] = ["log-filter", "max-inflight", "max-queue", "max-ttft-ms"];
@@ -66,13 +67,9 @@ impl ConfigFile {
             return tracing::info!("SIGHUP: there is no configuration file to read again");
         }
         let wrong = "the configuration file would not start a router";
-        let now = match started.again() {
-            Ok(now) => now,
-            Err(error) => return tracing::error!(%error, "{wrong}"),
-        };
-        let next = match Config::of(&now) {
-            Ok(config) => config,
-            Err(error) => return tracing::error!(%error, "{wrong}"),
+        let (now, next) = match again(started) {
+            Ok(read) => read,
+            Err(error) => return tracing::error!(error = format!("{error:#}"), "{wrong}"),
         };
         // A line that says so is chosen by it.
         next.log_filter.set();
@@ -88,6 +85,14 @@ impl ConfigFile {
         self.service.set_limits(&changed(limits, next.limits));
         *last = now;
     }
+}
+
+/// What the file makes of the flags now, if they go together.
+fn again(started: &Resolved) -> anyhow::Result<(Resolved, Config)> {
+    let now = started.again()?;
+    let next = Config::of(&now)?;
+    Registration::read(&next)?;
+    Ok((now, next))
 }
 
 /// The limits of the start with those of the next that hold at once.
@@ -138,6 +143,7 @@ mod tests {
             ("[router]\nmax-queue = 9\nlease-ms = 1000\n", 9),
             ("[router\n", 9),
             ("[router]\nmax-queue = \"many\"\n", 9),
+            ("[router]\nmax-queue = 5\nregister = 'etcd://h/p'\ngrpc = '0.0.0.0:1'\n", 9),
             ("[router]\nmax-queue = 0\n", 0),
             ("[router]\nmax-queue = 8\nlog-filter = 'tandem=loud'\n", 0),
             ("[router]\nmax-queue = 8\n", 8),

@@ -1,15 +1,19 @@
 //! How etcd is reached: within TLS with certificates of both sides, as a user with a password, and not before it is
-//! there.
+//! there; by whichever member answers.
 use std::fs;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
-use etcd_client::{Client, Permission};
+use anyhow::ensure;
+use etcd_client::{Client, ConnectOptions, Permission};
+use futures::future::join_all;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair};
 use tandem_cluster_tests::routers::until;
-use tandem_etcd::register::Registered;
+use tandem_etcd::register::{Registered, Standing, TTL};
 use tandem_etcd::watch::Watched;
 use tandem_etcd::{Etcd, EtcdArgs, HostPort};
-use tokio::time::timeout;
+use tokio::net::TcpListener;
+use tokio::time::{sleep, timeout};
 
 use super::SOON;
 use super::server::{EtcdServer, PREFIX};
@@ -79,9 +83,9 @@ async fn only_who_has_a_certificate_and_the_password_is_at_etcd() -> anyhow::Res
     // These come first, and stand there never.
     let mut refused = Vec::new();
     for (number, args) in [foreign, nobody, wrong].into_iter().enumerate() {
-        refused.push(Registered::start(at(args)?, &address(&format!("10.0.0.9:{}", number + 1))));
+        refused.push(register(at(args)?, &format!("10.0.0.9:{}", number + 1)));
     }
-    let registered = Registered::start(at(good)?, &address("10.0.0.1:8002"));
+    let registered = register(at(good)?, "10.0.0.1:8002");
     let there = timeout(SOON, watched.changed()).await?;
     assert_eq!(there.values().collect::<Vec<_>>(), ["10.0.0.1:8002"]);
     registered.leave().await;
@@ -95,7 +99,11 @@ async fn etcd_may_come_last() -> anyhow::Result<()> {
     // The first member of the address is nobody.
     let text = etcd.address().replacen("://", "://127.0.0.1:1,", 1);
     let at = || Etcd::new(text.parse()?, EtcdArgs::default());
-    let (mut watched, registered) = (Watched::start(at()?), Registered::start(at()?, &address("[::1]:9")));
+    let standing = Standing::new(&text.parse()?);
+    let is_there = || standing.is_there(Instant::now());
+    let mut watched = Watched::start(at()?);
+    let registered = Registered::start(at()?, &address("[::1]:9"), standing.clone());
+    ensure!(!is_there());
     etcd.start().await?;
     let stands = async || Ok(etcd.entries().await?.contains_key(&format!("{PREFIX}[::1]:9")));
     until(SOON, "the address stands in etcd", stands).await?;
@@ -104,9 +112,64 @@ async fn etcd_may_come_last() -> anyhow::Result<()> {
         there = timeout(SOON, watched.changed()).await?;
     }
     assert_eq!(there.iter().collect::<Vec<_>>(), [(&"[::1]:9".to_owned(), &"[::1]:9".to_owned())]);
+    until(SOON, "the metric says so", async || Ok(is_there())).await?;
     registered.leave().await;
-    assert!(timeout(SOON, watched.changed()).await?.is_empty());
+    assert!(timeout(SOON, watched.changed()).await?.is_empty() && !is_there());
     Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_member_that_answers_nothing_is_passed_over() -> anyhow::Result<()> {
+    let Some(mut etcd) = EtcdServer::new()? else { return Ok(()) };
+    etcd.start().await?;
+    // Its kernel takes connections, as that of a stopped process does.
+    let still = TcpListener::bind("127.0.0.1:0").await?;
+    let text = etcd.address().replacen("://", &format!("://{},", still.local_addr()?), 1);
+    let at = || Etcd::new(text.parse()?, EtcdArgs::default());
+    // Each has an order of its own: most likely some begin with the one, and some with the other.
+    let mut registered = Vec::new();
+    for number in 1..=12 {
+        registered.push(register(at()?, &format!("10.0.0.1:{number}")));
+    }
+    let stands = async |number| Ok(etcd.entries().await?.len() == number);
+    until(SOON, "all addresses stand in etcd", async || stands(12).await).await?;
+    let begun = Instant::now();
+    join_all(registered.into_iter().map(Registered::leave)).await;
+    ensure!(stands(0).await?, "{:?}", etcd.entries().await?);
+    ensure!(begun.elapsed() < TTL / 2, "they left by themselves after {:?}", begun.elapsed());
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_token_that_etcd_has_forgotten_is_no_outage() -> anyhow::Result<()> {
+    let Some(etcd) = EtcdServer::new()? else { return Ok(()) };
+    // A list of the watcher's is the next call with its token after a long while: here, after more than a second.
+    let mut etcd = etcd.with_flag("--auth-token-ttl", "1");
+    etcd.start().await?;
+    with_users(&mut etcd.client().await?).await?;
+    let password = etcd.dir().join("password");
+    fs::write(&password, PASSWORD)?;
+    let args = EtcdArgs {
+        etcd_user: Some("tandem".to_owned()),
+        etcd_password: password.to_str().and_then(|path| path.parse().ok()),
+        ..EtcdArgs::default()
+    };
+    let mut watched = Watched::start(Etcd::new(etcd.address().parse()?, args)?);
+    assert!(timeout(SOON, watched.changed()).await?.is_empty());
+    let watches = etcd.calls("Watch").await?;
+    let root = Some(ConnectOptions::new().with_user("root", PASSWORD));
+    for number in 1..=3 {
+        sleep(Duration::from_secs(4)).await;
+        etcd.client_as(root.clone()).await?.put(format!("{PREFIX}{number}"), "10.0.0.1:1", None).await?;
+        assert_eq!(timeout(SOON, watched.changed()).await?.len(), number);
+    }
+    assert_eq!(etcd.calls("Watch").await?, watches, "the watch was begun anew");
+    Ok(())
+}
+
+fn register(etcd: Etcd, text: &str) -> Registered {
+    let standing = Standing::new(&etcd.address);
+    Registered::start(etcd, &address(text), standing)
 }
 
 fn address(text: &str) -> HostPort {

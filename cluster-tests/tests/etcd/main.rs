@@ -150,6 +150,7 @@ async fn wrong_flags_are_errors_at_the_start() -> anyhow::Result<()> {
         ("tandem-router", "etcd://127.0.0.1:1/p --grpc 0.0.0.0:0 --http 127.0.0.1:0", vec!["--advertise-host"]),
         ("tandem-router", "etcd://127.0.0.1:1", vec!["no prefix", "etcd://host:port"]),
         ("tandem-router", "etcd://127.0.0.1:1/p --etcd-user u --etcd-password no-such-file", vec!["--etcd-password"]),
+        ("tandem-router", "etcd://root:geheim@127.0.0.1:1/p", vec!["--register", "--etcd-password"]),
         ("tandem-decode-node", "--router etcd://127.0.0.1:1", vec!["no prefix", "etcd://host:port"]),
         ("tandem-decode-node", "--router etcds://u:geheim@h/p", vec!["--etcd-password"]),
     ] {

@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use etcd_client::{Client, DeleteOptions, GetOptions};
+use etcd_client::{Client, ConnectOptions, DeleteOptions, GetOptions};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tandem_cluster_tests::cluster::free_port;
@@ -27,6 +27,8 @@ pub struct EtcdServer {
     tls_port: u16,
     /// Certificates, if it has TLS as well: `server.pem`, `server.key` and the clients' authority.
     tls: bool,
+    /// Flags that a test adds.
+    flags: Vec<(&'static str, String)>,
     dir: TempDir,
 }
 
@@ -45,13 +47,21 @@ impl EtcdServer {
         let [client_port, peer_port] = [free_port()?, free_port()?];
         let [metrics_port, tls_port] = [free_port()?, free_port()?];
         let dir = tempfile::tempdir()?;
-        Ok(Some(Self { child: None, client_port, peer_port, metrics_port, tls_port, tls: false, dir }))
+        let flags = Vec::new();
+        Ok(Some(Self { child: None, client_port, peer_port, metrics_port, tls_port, tls: false, flags, dir }))
     }
 
     /// With TLS at a port of its own, where clients show certificates. The files are in [`Self::dir`].
     #[must_use]
     pub fn with_tls(mut self) -> Self {
         self.tls = true;
+        self
+    }
+
+    /// With this flag, too.
+    #[must_use]
+    pub fn with_flag(mut self, flag: &'static str, value: &str) -> Self {
+        self.flags.push((flag, value.to_owned()));
         self
     }
 
@@ -93,6 +103,7 @@ impl EtcdServer {
             flags.extend([("--trusted-ca-file", path("ca.pem")), ("--client-cert-auth", "true".to_owned())]);
         }
         flags.push(("--listen-client-urls", clients));
+        flags.extend(self.flags.iter().cloned());
         // A test run that is killed leaves nothing behind where util-linux is there.
         let mut command = match Path::new("/usr/bin/setpriv").is_file() {
             true => Command::new("/usr/bin/setpriv"),
@@ -151,7 +162,27 @@ impl EtcdServer {
     /// # Errors
     /// It cannot be made.
     pub async fn client(&self) -> anyhow::Result<Client> {
-        Ok(Client::connect([format!("127.0.0.1:{}", self.client_port)], None).await?)
+        self.client_as(None).await
+    }
+
+    /// The same, as a user.
+    ///
+    /// # Errors
+    /// As [`Self::client`].
+    pub async fn client_as(&self, user: Option<ConnectOptions>) -> anyhow::Result<Client> {
+        Ok(Client::connect([format!("127.0.0.1:{}", self.client_port)], user).await?)
+    }
+
+    /// Calls of this method that were begun so far.
+    ///
+    /// # Errors
+    /// It does not answer, or counts no such calls.
+    pub async fn calls(&self, method: &str) -> anyhow::Result<u64> {
+        let text = reqwest::get(format!("http://127.0.0.1:{}/metrics", self.metrics_port)).await?.text().await?;
+        let label = format!("grpc_method=\"{method}\"");
+        let counts = |line: &&str| line.starts_with("grpc_server_started_total{") && line.contains(&label);
+        let count = text.lines().find(counts).and_then(|line| line.rsplit(' ').next());
+        Ok(count.with_context(|| format!("no count of {method}"))?.parse()?)
     }
 
     /// What stands under the prefix: values by keys.

@@ -95,6 +95,11 @@ impl HostPort {
         self.port
     }
 
+    /// Whether only processes of the same host reach it.
+    pub fn is_loopback(&self) -> bool {
+        self.host.parse::<IpAddr>().map_or(self.host == "localhost", |address| address.is_loopback())
+    }
+
     /// `host:port`, and with a default port `host` as well.
     pub fn with_default(text: &str, default: Option<u16>) -> Option<Self> {
         // Colons of an IPv6 address stand in brackets, or the address stands alone.
@@ -199,6 +204,9 @@ mod tests {
             let parsed: HostPort = text.parse().unwrap();
             assert_eq!((parsed.host(), parsed.port(), parsed.to_string().as_str()), (host, port, text));
         }
+        let is_loopback = |text: &str| text.parse::<HostPort>().unwrap().is_loopback();
+        assert!(is_loopback("127.0.0.1:1") && is_loopback("[::1]:1") && is_loopback("localhost:1"));
+        assert!(!is_loopback("10.0.0.1:1") && !is_loopback("router-1:1"));
         assert_eq!(HostPort::from(SocketAddr::from(([127, 0, 0, 1], 5))), "127.0.0.1:5".parse().unwrap());
         let long = format!("{}:1", "a".repeat(254));
         for text in ["a", "a:", ":1", "a:b", "http://a:1", "a:1/b", "a b:1", "a:1\n", "[a]:1", "::1", &long] {

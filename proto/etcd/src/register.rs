@@ -1,41 +1,79 @@
 //! One key under a prefix of etcd, for as long as its owner wants it there. It hangs on a lease: if the owner dies,
 //! etcd removes the key [`TTL`] later. One task renews the lease and looks whether the key is still there. An etcd that
 //! was away, restarted or emptied has it back soon; a process that stood still comes back by itself.
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use etcd_client::{Client, Error, GetOptions, PutOptions};
-use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
 use tonic::Code;
 
 use crate::access::Etcd;
-use crate::address::HostPort;
-use crate::connection::{answer, connect};
+use crate::address::{EtcdAddress, HostPort};
+use crate::connection::{Members, answer};
 use crate::retry::Backoff;
 
 /// From the owner's last sign of life to the end of its key.
 pub const TTL: Duration = Duration::from_secs(10);
 /// Between two renewals: two may be lost.
 const BEAT: Duration = Duration::from_secs(3);
-/// For the removal of the key. If etcd does not take it in time, the lease ends by itself.
+/// For the removal of the key, half of it for the session's member. If etcd does not take it in time, the lease ends by
+/// itself.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// An address that stands in etcd, or will.
+/// Whether a key is there, for whoever shows it.
+#[derive(Clone, Debug)]
+pub struct Standing {
+    etcd: Arc<str>,
+    end: Arc<Mutex<Option<Instant>>>,
+}
+
+impl Standing {
+    /// Of a key that will be there.
+    pub fn new(etcd: &EtcdAddress) -> Self {
+        Self { etcd: etcd.to_string().into(), end: Arc::default() }
+    }
+
+    /// Where.
+    pub fn etcd(&self) -> &Arc<str> {
+        &self.etcd
+    }
+
+    /// At `now`, as of its last renewal: what etcd has lost since then is missed at the next.
+    pub fn is_there(&self, now: Instant) -> bool {
+        self.end.lock().unwrap_or_else(PoisonError::into_inner).is_some_and(|end| now < end)
+    }
+
+    fn until(&self, end: Option<Instant>) {
+        *self.end.lock().unwrap_or_else(PoisonError::into_inner) = end;
+    }
+}
+
+/// An address that stands in etcd, or will. If this is dropped, nobody renews the key any more.
 #[derive(Debug)]
 pub struct Registered {
     leave: CancellationToken,
-    task: JoinHandle<()>,
+    task: AbortOnDropHandle<()>,
 }
 
 impl Registered {
-    /// Puts `address` there, under a key of the same name, now or when etcd is there.
-    pub fn start(etcd: Etcd, address: &HostPort) -> Self {
+    /// Puts `address` there, under a key of the same name, now or when etcd is there; `standing` shows it.
+    pub fn start(etcd: Etcd, address: &HostPort, standing: Standing) -> Self {
         let leave = CancellationToken::new();
         let key = format!("{}{address}", etcd.address.prefix());
-        let owner = Owner { etcd, key, value: address.to_string(), lease: None, backoff: Backoff::default() };
-        Self { task: tokio::spawn(owner.run(leave.clone())), leave }
+        let owner = Owner {
+            members: Members::new(etcd, &mut rand::rng()),
+            client: None,
+            key,
+            value: address.to_string(),
+            lease: None,
+            standing,
+            backoff: Backoff::default(),
+        };
+        Self { task: AbortOnDropHandle::new(tokio::spawn(owner.run(leave.clone()))), leave }
     }
 
     /// Takes it away. Ends within a second or so, whether etcd is there or not.
@@ -48,36 +86,25 @@ impl Registered {
 
 /// Of the key.
 struct Owner {
-    etcd: Etcd,
+    members: Members,
+    /// Of the session, while that is whole.
+    client: Option<Client>,
     key: String,
     value: String,
     /// The key hangs on it.
     lease: Option<i64>,
+    standing: Standing,
     backoff: Backoff,
 }
 
 impl Owner {
     async fn run(mut self, leave: CancellationToken) {
-        loop {
-            let lost = tokio::select! {
-                biased;
-                () = leave.cancelled() => break,
-                lost = self.session() => lost,
-            };
-            let Err(error) = lost;
-            let (pause, news) = self.backoff.lost(Instant::now(), &mut rand::rng());
-            let (etcd, error) = (&self.etcd.address, format!("{error:#}"));
-            if news {
-                tracing::warn!(%etcd, error, "etcd is lost, trying again: this process serves on");
-            } else {
-                tracing::debug!(%etcd, error, "etcd is still lost");
-            }
-            tokio::select! {
-                biased;
-                () = leave.cancelled() => break,
-                () = sleep(pause) => {}
-            }
+        tokio::select! {
+            biased;
+            () = leave.cancelled() => {}
+            () = self.stay() => {}
         }
+        self.standing.until(None);
         let Some(lease) = self.lease else { return };
         match timeout(LEAVE_TIMEOUT, self.revoke(lease)).await.context("it does not answer").flatten() {
             Ok(()) => tracing::info!(key = self.key, "left etcd"),
@@ -88,13 +115,24 @@ impl Owner {
         }
     }
 
+    async fn stay(&mut self) {
+        loop {
+            let Err(error) = self.session().await;
+            self.client = None;
+            self.backoff.pause(&self.members.etcd.address, error, "this process serves on").await;
+        }
+    }
+
     async fn session(&mut self) -> anyhow::Result<std::convert::Infallible> {
-        let mut client = connect(&self.etcd).await?;
+        let mut client = self.members.connect().await?;
+        self.client = Some(client.clone());
         let mut first = true;
         loop {
+            let begun = Instant::now();
             let lease = self.renewed(&mut client).await?;
             let put = self.put_if_missing(&mut client, lease).await?;
-            let (etcd, key) = (&self.etcd.address, &self.key);
+            self.standing.until(Some(begun + TTL));
+            let (etcd, key) = (&self.members.etcd.address, &self.key);
             if put {
                 tracing::info!(%etcd, key, "registered in etcd");
             } else if first {
@@ -140,8 +178,29 @@ impl Owner {
         }
     }
 
-    async fn revoke(&self, lease: i64) -> anyhow::Result<()> {
-        connect(&self.etcd).await?.lease_revoke(lease).await?;
+    /// By the member that answered last, and if it does not now, by another one.
+    async fn revoke(&mut self, lease: i64) -> anyhow::Result<()> {
+        if let Some(client) = &mut self.client
+            && let Ok(Ok(_)) = timeout(LEAVE_TIMEOUT / 2, client.lease_revoke(lease)).await
+        {
+            return Ok(());
+        }
+        self.members.connect().await?.lease_revoke(lease).await?;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_is_there_until_its_lease_is_over() {
+        let (standing, now) = (Standing::new(&"etcd://h/p".parse().unwrap()), Instant::now());
+        assert!(!standing.is_there(now));
+        standing.until(Some(now + TTL));
+        assert!(standing.is_there(now) && standing.clone().is_there(now + TTL / 2) && !standing.is_there(now + TTL));
+        standing.until(None);
+        assert!(!standing.is_there(now));
     }
 }

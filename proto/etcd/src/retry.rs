@@ -2,11 +2,14 @@
 use std::time::{Duration, Instant};
 
 use rand::Rng;
+use tokio::time::sleep;
+
+use crate::address::EtcdAddress;
 
 const FIRST: Duration = Duration::from_millis(200);
 const LONGEST: Duration = Duration::from_secs(5);
 
-/// Between attempts. Pure: time is an argument, and the random part is, too.
+/// Between attempts. Pure but for [`Self::pause`]: time is an argument, and the random part is, too.
 #[derive(Debug)]
 pub(crate) struct Backoff {
     next: Duration,
@@ -22,6 +25,18 @@ impl Default for Backoff {
 }
 
 impl Backoff {
+    /// What was with `etcd` is lost now: logs it, and `so`, what this means for the owner; then waits.
+    pub(crate) async fn pause(&mut self, etcd: &EtcdAddress, error: anyhow::Error, so: &str) {
+        let (pause, news) = self.lost(Instant::now(), &mut rand::rng());
+        let error = format!("{error:#}");
+        if news {
+            tracing::warn!(%etcd, error, "etcd is lost, trying again: {so}");
+        } else {
+            tracing::debug!(%etcd, error, "etcd is still lost");
+        }
+        sleep(pause).await;
+    }
+
     /// An attempt went well at `now`.
     pub(crate) fn whole(&mut self, now: Instant) {
         self.whole_since = Some(now);

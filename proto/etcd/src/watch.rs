@@ -12,7 +12,7 @@ use tokio::time::sleep;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::access::Etcd;
-use crate::connection::{answer, connect};
+use crate::connection::{Members, answer};
 use crate::retry::Backoff;
 
 /// Keys that are read. What stands behind them in their order is left out, which is logged.
@@ -36,7 +36,8 @@ impl Watched {
     /// Begins at once. While etcd cannot be reached, there is nothing new.
     pub fn start(etcd: Etcd) -> Self {
         let (tell, entries) = watch::channel(None);
-        let task = tokio::spawn(Watcher { etcd, tell, backoff: Backoff::default(), odd: Vec::new() }.run());
+        let members = Members::new(etcd, &mut rand::rng());
+        let task = tokio::spawn(Watcher { members, tell, backoff: Backoff::default(), odd: Vec::new() }.run());
         Self { entries, _task: AbortOnDropHandle::new(task) }
     }
 
@@ -52,7 +53,7 @@ impl Watched {
 }
 
 struct Watcher {
-    etcd: Etcd,
+    members: Members,
     /// `None`: the prefix was never read.
     tell: watch::Sender<Option<Arc<Entries>>>,
     backoff: Backoff,
@@ -64,24 +65,17 @@ impl Watcher {
     async fn run(mut self) {
         loop {
             let Err(error) = self.session().await;
-            let (pause, news) = self.backoff.lost(Instant::now(), &mut rand::rng());
-            let etcd = &self.etcd.address;
-            if news {
-                tracing::warn!(%etcd, error = format!("{error:#}"), "etcd is lost, trying again: what is known stays");
-            } else {
-                tracing::debug!(%etcd, error = format!("{error:#}"), "etcd is still lost");
-            }
-            sleep(pause).await;
+            self.backoff.pause(&self.members.etcd.address, error, "what is known stays").await;
         }
     }
 
     async fn session(&mut self) -> anyhow::Result<std::convert::Infallible> {
-        let mut client = connect(&self.etcd).await?;
-        let prefix = self.etcd.address.prefix().to_owned();
+        let mut client = self.members.connect().await?;
+        let prefix = self.members.etcd.address.prefix().to_owned();
         let revision = self.list(&mut client).await?;
         let from_there = WatchOptions::new().with_prefix().with_start_revision(revision + 1);
         let mut changes = answer(client.watch(prefix.as_str(), Some(from_there))).await?;
-        tracing::info!(etcd = %self.etcd.address, revision, "watching etcd");
+        tracing::info!(etcd = %self.members.etcd.address, revision, "watching etcd");
         self.backoff.whole(Instant::now());
         loop {
             // Keep-alive pings end a connection to nobody.
@@ -98,7 +92,8 @@ impl Watcher {
 
     /// Says what is there, and returns the revision that this is of.
     async fn list(&mut self, client: &mut Client) -> anyhow::Result<i64> {
-        let prefix = self.etcd.address.prefix();
+        let etcd = &self.members.etcd.address;
+        let prefix = etcd.prefix();
         let options = GetOptions::new().with_prefix().with_limit(MAX_KEYS as i64);
         let response = answer(client.get(prefix, Some(options))).await?;
         let pairs = response.kvs().iter().map(|pair| (pair.key(), pair.value()));
@@ -107,7 +102,7 @@ impl Watcher {
             odd.push(format!("more than {MAX_KEYS} keys: the last ones are left out"));
         }
         for what in odd.iter().filter(|what| !self.odd.contains(what)) {
-            tracing::warn!(etcd = %self.etcd.address, "{what}");
+            tracing::warn!(%etcd, "{what}");
         }
         self.odd = odd;
         self.tell.send_if_modified(|known| {

@@ -49,7 +49,7 @@ pub use crate::http::serve_http;
 pub use crate::join::{JOIN_HEADER, JoinGuard, Joined};
 pub use crate::join_token::{JoinToken, JoinTokenError};
 pub use crate::join_tokens::JoinTokens;
-pub use crate::life_secret::{LIFE_SECRET_BYTES, is_life_secret, life_digest};
+pub use crate::life_secret::{LIFE_SECRET_BYTES, MAX_ENDED_LIVES, is_life_secret, life_digest};
 use crate::node_tls::Caller;
 pub use crate::node_tls::NodeTls;
 pub use crate::node_tls_files::NodeTlsFiles;

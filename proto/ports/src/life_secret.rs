@@ -8,6 +8,8 @@ use crate::join_token::same;
 
 /// Bytes of a secret, and of its digest.
 pub const LIFE_SECRET_BYTES: usize = 32;
+/// Lives whose secrets a registration shows at most: the router may not have seen the last of them.
+pub const MAX_ENDED_LIVES: usize = 8;
 
 /// What a registration tells of its life's secret.
 pub fn life_digest(secret: &[u8]) -> [u8; LIFE_SECRET_BYTES] {

@@ -2,7 +2,7 @@
 //! its model is the router's. Whether it fits the nodes that are there is [`super::table`]'s question. Pure.
 use http::Uri;
 use http::uri::{Authority, Scheme};
-use tandem_ports::LIFE_SECRET_BYTES;
+use tandem_ports::{LIFE_SECRET_BYTES, MAX_ENDED_LIVES};
 use tandem_proto::v1::TransportInfo;
 use tandem_proto::v1::transport_info::Reach;
 use tandem_proto::ways::{MAX_SUBNETS, MAX_TRANSPORTS};
@@ -16,9 +16,6 @@ const MAX_NODE_ID_BYTES: usize = 128;
 const MAX_TRANSPORT_WORD_BYTES: usize = 128;
 /// Of the names by which nodes are compared.
 const MAX_NAME_BYTES: usize = 64;
-
-/// Lives that a node may prove to be over.
-const MAX_ENDED: usize = 8;
 
 /// Checks what a node says of itself.
 ///
@@ -63,8 +60,10 @@ pub(super) fn check(info: &v1::Register, expected: &Expected) -> Result<(Role, A
         let (node, router) = (info.eos_token_id, expected.eos_token_id);
         return Err(refuse(format!("its end-of-sequence token is {node}, the router's {router}")));
     }
-    if ![0, LIFE_SECRET_BYTES].contains(&info.secret_digest.len()) || info.ended.len() > MAX_ENDED {
-        return Err(refuse(format!("a digest of {LIFE_SECRET_BYTES} bytes, and secrets of {MAX_ENDED} lives at most")));
+    if ![0, LIFE_SECRET_BYTES].contains(&info.secret_digest.len()) || info.ended.len() > MAX_ENDED_LIVES {
+        return Err(refuse(format!(
+            "a digest of {LIFE_SECRET_BYTES} bytes, and secrets of {MAX_ENDED_LIVES} lives at most"
+        )));
     }
     let endpoint = endpoint(&info.endpoint)
         .ok_or_else(|| refuse(format!("endpoint `{}` is not http://host:port or https://host:port", info.endpoint)))?;

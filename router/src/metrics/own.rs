@@ -86,6 +86,11 @@ struct NodeInstance {
     node_instance: Arc<str>,
 }
 
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Prefix {
+    etcd: Arc<str>,
+}
+
 /// A histogram for each kind of plan.
 type ByPlan = Family<Planned, Traced, fn() -> Traced>;
 
@@ -123,6 +128,7 @@ pub(super) struct Own {
     index_blocks: Gauge,
     index_evicted: Counter,
     index_gaps: Counter,
+    registered: Family<Prefix, Gauge>,
 }
 
 /// A request that waits for a node; counted until it is dropped.
@@ -169,6 +175,7 @@ impl Own {
             index_blocks: Gauge::default(),
             index_evicted: Counter::default(),
             index_gaps: Counter::default(),
+            registered: Family::default(),
         };
         registry.register("tandem_requests", "Requests by outcome", own.requests.clone());
         registry.register("tandem_ttft_seconds", "Request accepted to first token sent", own.ttft.clone());
@@ -228,6 +235,8 @@ impl Own {
         registry.register("tandem_index_blocks", "KV blocks known to be cached somewhere", own.index_blocks.clone());
         registry.register("tandem_index_evicted", "Blocks forgotten by the full index", own.index_evicted.clone());
         registry.register("tandem_index_gaps", "Gaps in nodes' streams of cache events", own.index_gaps.clone());
+        let registered = "Whether the router stands in etcd, where nodes look for it: 1 or 0";
+        registry.register("tandem_etcd_registered", registered, own.registered.clone());
         own.begin(labels);
         own
     }
@@ -295,7 +304,8 @@ impl Own {
 
     /// What is looked at when somebody scrapes.
     pub fn set(&self, seen: &Seen) {
-        let Seen { nodes, breakers, inflight, queued, retrying, retry_limit, spans_dropped, index, .. } = seen;
+        let Seen { nodes, breakers, inflight, queued, retrying, retry_limit, spans_dropped, index, registered, .. } =
+            seen;
         self.inflight.set(whole(*inflight));
         self.retrying.set(whole(*retrying));
         self.retry_budget.set(whole(*retry_limit));
@@ -326,6 +336,9 @@ impl Own {
         self.index_blocks.set(whole(index.blocks));
         self.index_evicted.inner().store(index.evicted, Ordering::Relaxed);
         self.index_gaps.inner().store(index.gaps, Ordering::Relaxed);
+        if let Some((etcd, is_there)) = registered {
+            self.registered.get_or_create(&Prefix { etcd: Arc::clone(etcd) }).set((*is_there).into());
+        }
     }
 
     /// A request of this outcome.
