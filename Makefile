@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build dist demo up test lint docs reference cuda-check cuda-coverage bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability test-page test-jaeger compose-up compose-down test-compose test-kube test-garbage test-docs test-strangers fuzz
+.PHONY: help setup build dist demo up test lint docs reference cuda-check cuda-coverage bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-pools bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability test-page test-jaeger compose-up compose-down test-compose test-kube test-garbage test-docs test-strangers fuzz
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -88,6 +88,9 @@ bench-overload: setup build ## Three times what a cluster can answer, for two mi
 
 bench-large-requests: setup build ## A hundred requests of 8 MB beside a polite client: its latencies, and the router's memory
 	cargo run --release --locked -p tandem-cluster-tests --example bench_large_requests -- $(BENCH_LARGE_REQUESTS)
+
+bench-pools: setup build ## Chats beside many long documents of the same tenant, with --pools and without
+	deploy/bench/pools.py $(BENCH_POOLS)
 
 bench-connections: setup build ## /health of a router whose port is full of connections that ask nothing
 	cargo run --release --locked -p tandem-cluster-tests --example bench_connections -- $(BENCH_CONNECTIONS)

@@ -1,8 +1,8 @@
 //! Standard error behind a bounded queue: a thread of its own writes, so that whoever logs never waits for whoever
 //! reads. What the queue has no room for is lost, counted, and told in the log once the reader is back.
 //!
-//! The first line after a pause is written at once. Lines that follow soon are gathered: to wake the thread for each one
-//! costs a busy router a tenth of its time.
+//! The first line after a pause is written at once. Lines that follow soon are gathered: to wake the thread for each
+//! one costs a busy router a tenth of its time.
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::AsFd;
