@@ -12,8 +12,7 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 # Of every series; Prometheus adds `job`.
 COMMON = {"role", "instance"}
 # Labels whose values are others in each cluster.
-FREE = {"model_name", "tenant", "node_instance", "priority", "backend", "name", "le", "block_size", "num_gpu_blocks"}
-FREE |= {"etcd"}
+FREE = {"model_name", "tenant", "node_instance", "priority", "backend", "name", "le", "block_size", "num_gpu_blocks", "etcd"}
 # Families all of whose labels are such.
 FREE_FAMILIES = {"tandem_kv_way_fallbacks_total"}
 # What router and nodes export of ports that have certificates, which no cluster of this check has.

@@ -1,6 +1,6 @@
 //! A client of etcd at one of its members, within TLS where the address says so. Everything that it waits for has a
-//! bound: a member that stands still is as bad as none, also where its kernel accepts connections for it. Whoever loses
-//! a connection makes another one, with the next member that answers.
+//! bound: a member that hangs counts as down, even while its kernel accepts connections. A lost connection is replaced
+//! by one to the next member that answers.
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,8 +30,8 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(3);
 const KEEP_ALIVE: Duration = Duration::from_secs(8);
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// The members of a cluster, one after the other, in an order that another process does not share. Whoever has failed
-/// is tried again after all others.
+/// The members of a cluster, in an order that each process draws for itself. A member that failed is retried after all
+/// others.
 pub(crate) struct Members {
     pub(crate) etcd: Etcd,
     order: Vec<HostPort>,

@@ -24,7 +24,7 @@ const BEAT: Duration = Duration::from_secs(3);
 /// itself.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Whether a key is there, for whoever shows it.
+/// Whether a key is registered now. The router's metrics read it.
 #[derive(Clone, Debug)]
 pub struct Standing {
     etcd: Arc<str>,

@@ -14,8 +14,9 @@ use tracing_subscriber::fmt::MakeWriter;
 
 /// Of lines that wait for the reader: some thousands.
 const MOST_BYTES: usize = 1 << 20;
-/// Between two writes, unless so much of the room is taken, or somebody waits for the end.
+/// Between two writes, unless much waits already or a flush does.
 const GATHER: Duration = Duration::from_millis(20);
+/// Much is the room divided by this.
 const ENOUGH: usize = 4;
 
 /// Handle to the queue. Each `write` is a whole line.
