@@ -2,11 +2,10 @@
 //! absent. Counts and planned faults are the process's: the tests take turns.
 mod support;
 
-use std::process::Command;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use half::bf16;
-use support::{device, emulated};
+use support::{device, emulated, in_child};
 use tandem_cuda::cublaslt::{Lt, Operands, Output, Prepared, Shape};
 use tandem_cuda::kernels::launch::Mem;
 use tandem_cuda::{Buffer, Context, CudaError, Device, Graph, Pinned, Stream, cublaslt_version};
@@ -284,20 +283,6 @@ fn a_refused_product_is_an_error_and_the_next_one_runs() {
     gpu.run(&product, &operands).expect("the next one");
     case.assert_is(&gpu.read(&case.device[0]), &case.chains(), "afterwards");
     assert_eq!(seen(Fault::Matmul), Some(asked + 4));
-}
-
-/// Runs a test in a process of its own, with this in its environment, for what is decided once or is for good. What it
-/// printed; `None` without an emulated device.
-fn in_child(name: &str, environment: (&str, &str)) -> Option<String> {
-    if !device() || !emulated() {
-        return None;
-    }
-    let mut child = Command::new(std::env::current_exe().expect("a path"));
-    child.args([name, "--exact", "--ignored", "--nocapture"]).env(environment.0, environment.1);
-    let output = child.output().expect("runs");
-    let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && said.contains("1 passed"), "{name} {environment:?}: {said}");
-    Some(said)
 }
 
 #[test]

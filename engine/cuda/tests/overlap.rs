@@ -191,10 +191,16 @@ fn blocks_are_the_steps_until_the_last_that_writes_them_has_ended() {
         return;
     }
     assert!(a_hand_off_behind_a_stop(false), "a step wrote into another's blocks");
-    // A stream that runs as late as it may: on another, the row may be written before.
-    if emulated() && std::env::var_os("EMU_ORDER").is_none() {
-        assert!(!a_hand_off_behind_a_stop(true), "the mistake goes unseen");
-    }
+    in_child("scenario_too_early", ("EMU_ORDER", "late"));
+}
+
+/// On a stream that runs as late as it may, a mistake is seen each time. Where memory is freed the driver waits for all
+/// streams of the process: another test would run the row before the blocks are filled.
+#[test]
+#[ignore = "run by another test, in a process of its own"]
+fn scenario_too_early() {
+    assert!(device() && emulated());
+    assert!(!a_hand_off_behind_a_stop(true), "the mistake goes unseen");
 }
 
 /// What one of many callers wants.

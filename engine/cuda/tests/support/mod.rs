@@ -1,6 +1,7 @@
 //! What tests of the device share: a device or a reason to skip, tiny models, and driving an executor step by step.
 #![allow(dead_code, reason = "each test program uses a part of it")]
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 
 use serde_json::{Value, json};
@@ -23,6 +24,20 @@ pub use tandem_cuda_emu::device;
 /// Whether the device is the emulated one, which takes orders and counts.
 pub fn emulated() -> bool {
     tandem_cuda_emu::count(tandem_cuda_emu::Count::Launches).is_some()
+}
+
+/// Runs an ignored test in a process of its own, with this in its environment: for what is decided once, is for good, or
+/// what other tests of the process would disturb. What it printed; `None` without an emulated device.
+pub fn in_child(name: &str, environment: (&str, &str)) -> Option<String> {
+    if !device() || !emulated() {
+        return None;
+    }
+    let mut child = Command::new(std::env::current_exe().expect("a path"));
+    child.args([name, "--exact", "--ignored", "--nocapture"]).env(environment.0, environment.1);
+    let output = child.output().expect("runs");
+    let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && said.contains("1 passed"), "{name} {environment:?}: {said}");
+    Some(said)
 }
 
 /// A tiny checkpoint of the engine's own tests.
