@@ -26,8 +26,8 @@ pub fn emulated() -> bool {
     tandem_cuda_emu::count(tandem_cuda_emu::Count::Launches).is_some()
 }
 
-/// Runs an ignored test in a process of its own, with this in its environment: for what is decided once, is for good, or
-/// what other tests of the process would disturb. What it printed; `None` without an emulated device.
+/// Runs an ignored test in a process of its own, with this in its environment: for what is decided once, is for good,
+/// or is disturbed by other tests of the process. What it printed; `None` without an emulated device.
 pub fn in_child(name: &str, environment: (&str, &str)) -> Option<String> {
     if !device() || !emulated() {
         return None;
