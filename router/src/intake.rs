@@ -25,7 +25,7 @@ pub const FREE_BYTES: usize = 16 << 10;
 const INLINE_BYTES: usize = 4096;
 /// Texts from this size on have workers of their own: they take tens of milliseconds, and the others shall not wait for
 /// them.
-const LARGE_BYTES: usize = 256 << 10;
+pub const LARGE_BYTES: usize = 256 << 10;
 /// Larger bodies are read no faster than one worker of their class parses them, for each of these. Read at once, a few
 /// of them take every core for a tenth of a second (most of it goes into fresh pages), and the others wait.
 const BYTES_PER_SECOND: u32 = 200_000_000;

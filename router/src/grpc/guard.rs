@@ -26,7 +26,7 @@ use crate::admission::Tenant;
 use crate::api::Service;
 use crate::caller::Credentials;
 use crate::flow::refused::Refused;
-use crate::intake::{FREE_BYTES, Intake, Reserved};
+use crate::intake::{FREE_BYTES, Intake, LARGE_BYTES, Reserved};
 
 /// A call's message takes this long at most; one that has room in the [`Intake`], as long as that says.
 const READ_LIMIT: Duration = Duration::from_secs(60);
@@ -36,8 +36,9 @@ const PREFIX_BYTES: usize = 5;
 const DECODED: usize = 8;
 /// Of a byte of deflate come so many bytes at most (<https://www.zlib.net/zlib_tech.html>).
 const DEFLATED: usize = 1032;
-/// Messages from this size on are decoded beside the reactor.
-const LARGE_BYTES: usize = 1 << 20;
+/// Compressed messages from this size on are decoded beside the reactor, others from [`LARGE_BYTES`] on: what one may
+/// unpack to is a thousand times what most do.
+const LARGE_UNPACKED_BYTES: usize = 1 << 20;
 
 /// `Inference` behind its guard.
 #[derive(Clone)]
@@ -129,7 +130,7 @@ impl tower::Service<http::Request<Body>> for Guarded {
                 first.push(frame);
             };
             // What is longer than a message may be is refused by its prefix: nothing more of it is read.
-            let here = |prefix: Prefix| prefix.bytes > MAX_MESSAGE_BYTES || prefix.unpacked(packing) < LARGE_BYTES;
+            let here = |prefix: Prefix| prefix.bytes > MAX_MESSAGE_BYTES || !prefix.is_large(packing);
             if prefix.is_none_or(here) {
                 let all = futures::stream::iter(first).chain(frames);
                 return inner.call(http::Request::from_parts(head, Body::new(StreamBody::new(all)))).await;
@@ -245,6 +246,11 @@ impl Prefix {
             (true, Packing::Gzip) => self.bytes.saturating_mul(DEFLATED).min(MAX_MESSAGE_BYTES),
             (true, Packing::Other) => MAX_MESSAGE_BYTES,
         }
+    }
+
+    /// Whether decoding it takes too long for the reactor.
+    fn is_large(self, packing: Packing) -> bool {
+        self.unpacked(packing) >= if self.compressed { LARGE_UNPACKED_BYTES } else { LARGE_BYTES }
     }
 }
 
@@ -386,5 +392,14 @@ mod tests {
         assert_eq!(unpacked(&[1, 0, 255, 0, 0], Packing::Gzip), MAX_MESSAGE_BYTES);
         assert_eq!(unpacked(&[1, 0, 0, 0, 9], Packing::Other), MAX_MESSAGE_BYTES);
         assert!(Prefix::read(&[0, 0, 0, 0]).is_none());
+    }
+
+    #[test]
+    fn a_quarter_of_a_million_ids_are_not_the_reactors() {
+        let large = |start: &[u8], packing| Prefix::read(start).unwrap().is_large(packing);
+        assert!(large(&[0, 0, 4, 0, 0], Packing::Other) && !large(&[0, 0, 3, 255, 255], Packing::Other));
+        // Packed, a kilobyte is what most prompts are.
+        assert!(large(&[1, 0, 0, 4, 0], Packing::Gzip) && !large(&[1, 0, 0, 3, 0], Packing::Gzip));
+        assert!(large(&[1, 0, 0, 0, 9], Packing::Other));
     }
 }
