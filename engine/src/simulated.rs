@@ -26,6 +26,7 @@ use crate::executor::{Batch, Chosen, EngineSpec, Executor, LayersDone, Seq};
 use crate::kv_memory::allocate_arena;
 use crate::models::checkpoint::Checkpoint;
 use crate::numerics::{Arithmetic, KvDtype, KvOrder};
+use crate::ops::simd::{Pass, widest};
 use crate::sampling::Sampled;
 use crate::step::{Chunk, Step};
 use crate::step_model::StepShape;
@@ -292,7 +293,7 @@ impl Network {
                 state = mix(state, fold(self.slot(step, chunk, layer, position)?));
             }
         }
-        (0..).zip(logits).for_each(|(id, to)| *to = logit(mix(state, id)));
+        widest(Say { state, logits });
         Ok(())
     }
 
@@ -358,6 +359,21 @@ impl Executor for SimulatedExecutor {
     }
 }
 
+/// The logits of all tokens, by what was read.
+struct Say<'a> {
+    state: u64,
+    logits: &'a mut [f32],
+}
+
+impl Pass for Say<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        (0..).zip(self.logits).for_each(|(id, to)| *to = logit(mix(self.state, id)));
+    }
+}
+
 /// The time is the simulated compute, not a wait for something else.
 fn pass(started: Instant, takes: Duration) {
     while let Some(left) = takes.checked_sub(started.elapsed()).filter(|left| !left.is_zero()) {
@@ -374,6 +390,7 @@ fn fold(slot: &[AtomicU64]) -> u64 {
 const FACTOR: u64 = 0x5851_f42d_4c95_7f2d;
 
 /// SplitMix64's finalizer (<https://prng.di.unimi.it/splitmix64.c>) over both inputs.
+#[inline(always)]
 fn mix(a: u64, b: u64) -> u64 {
     let mut z = a.rotate_left(23) ^ b.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -382,6 +399,7 @@ fn mix(a: u64, b: u64) -> u64 {
 }
 
 /// Uniform in [-8, 8): the spread of a real model's logits, roughly.
+#[inline(always)]
 fn logit(hash: u64) -> f32 {
     (hash >> 40) as f32 / (1u64 << 20) as f32 - 8.0
 }

@@ -14,6 +14,9 @@ use write::number;
 
 /// What stands before each span: number 1, with a length.
 const SPAN: u8 = 1 << 3 | 2;
+/// What stands before an attribute of a span, and before an event, with their lengths.
+const ATTRIBUTE: u8 = (number::ATTRIBUTE << 3 | 2) as u8;
+const EVENT: u8 = (number::EVENT << 3 | 2) as u8;
 /// OTLP's code of a status for what failed.
 pub const FAILED: i32 = 2;
 
@@ -67,8 +70,12 @@ impl<'a> Raw<'a> {
     /// `None`: damaged, without a place in a trace, or in the form of another version.
     pub fn read(bytes: &'a [u8]) -> Option<Self> {
         let (mut raw, mut end) = (Self { bytes, ..Self::default() }, 0);
-        while end < bytes.len() {
-            let start = end;
+        loop {
+            let start = behind_details(bytes, end)?;
+            if start == bytes.len() {
+                break;
+            }
+            end = start;
             let (number, value) = field(bytes, &mut end)?;
             let at = start..end;
             match (number, value) {
@@ -145,6 +152,17 @@ fn once(before: &Range<usize>, at: Range<usize>) -> Option<Range<usize>> {
     before.is_empty().then_some(at)
 }
 
+/// Behind the attributes and events that begin there: most of a span's fields, and nothing that it is placed by.
+#[inline(always)]
+fn behind_details(bytes: &[u8], mut at: usize) -> Option<usize> {
+    while let Some(&(ATTRIBUTE | EVENT)) = bytes.get(at) {
+        at += 1;
+        let length = usize::try_from(varint(bytes, &mut at)?).ok()?;
+        take(bytes, &mut at, length)?;
+    }
+    Some(at)
+}
+
 enum Value<'a> {
     Varint(u64),
     Fixed(u64),
@@ -178,15 +196,20 @@ fn take<'a>(bytes: &'a [u8], at: &mut usize, length: usize) -> Option<&'a [u8]> 
     Some(taken)
 }
 
-/// Nearly all are of one byte.
+/// Nearly all are of one byte or two.
 #[inline(always)]
 fn varint(bytes: &[u8], at: &mut usize) -> Option<u64> {
-    let first = *bytes.get(*at)?;
-    if first < 0x80 {
-        *at += 1;
-        return Some(first.into());
+    match bytes.get(*at..)? {
+        [first @ 0..0x80, ..] => {
+            *at += 1;
+            Some(u64::from(*first))
+        }
+        [first, second @ 0..0x80, ..] => {
+            *at += 2;
+            Some(u64::from(first & 0x7f) | u64::from(*second) << 7)
+        }
+        _ => long_varint(bytes, at),
     }
-    long_varint(bytes, at)
 }
 
 #[cold]

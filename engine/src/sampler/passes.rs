@@ -107,9 +107,22 @@ impl Weigh {
 
     /// The weights of all logits, and their sum.
     pub fn all(&self, logits: &[f32], weights: &mut Vec<f32>) -> f64 {
-        weights.clear();
-        weights.extend(logits.iter().map(|&logit| self.one(logit)));
-        weights.chunks(RUN).map(|run| sum(run, |weight| weight)).sum()
+        struct All<'a>(&'a Weigh, &'a [f32], &'a mut [f32]);
+        impl Pass for All<'_> {
+            type Output = f64;
+            #[inline(always)]
+            fn run(self) -> f64 {
+                let Self(weigh, logits, weights) = self;
+                let runs = logits.chunks(RUN).zip(weights.chunks_mut(RUN));
+                let weigh_run = |(logits, weights): (&[f32], &mut [f32])| {
+                    weights.iter_mut().zip(logits).for_each(|(weight, &logit)| *weight = weigh.one(logit));
+                    sum(weights, |weight| weight)
+                };
+                runs.map(weigh_run).sum()
+            }
+        }
+        weights.resize(logits.len(), 0.0);
+        widest(All(self, logits, weights))
     }
 }
 

@@ -7,8 +7,6 @@
 //!
 //! A consumer's span is the exception, as in Jaeger: what a producer began outlives it. `kv.transfer` starts with its
 //! `kv.post` and ends within the request.
-use std::collections::HashMap;
-
 use tandem_proto::spans::Raw;
 use tandem_proto::spans::write::{self, number};
 use tandem_proto::v1::SpanKind;
@@ -110,7 +108,8 @@ struct Nest {
     /// The router's first.
     places: Vec<Place>,
     own: usize,
-    ids: HashMap<u64, usize>,
+    /// Their ids, sorted: for a few dozen a search takes less than a hash.
+    ids: Vec<(u64, usize)>,
     states: Vec<State>,
     /// Of those that are placed; none above the router's spans of whole requests.
     parents: Vec<Option<usize>>,
@@ -120,19 +119,16 @@ impl Nest {
     fn of(own: &[Raw<'_>], of_nodes: &[Raw<'_>]) -> Self {
         let places: Vec<_> = own.iter().chain(of_nodes).map(Place::of).collect();
         let own = own.len();
-        let mut ids = HashMap::with_capacity(places.len());
-        for (index, place) in places.iter().enumerate() {
-            // The router's ids are no node's to take.
-            ids.entry(place.id).or_insert(index);
-        }
+        let mut ids: Vec<_> = places.iter().enumerate().map(|(index, place)| (place.id, index)).collect();
+        ids.sort_unstable();
         let states = (0..places.len()).map(|index| if index < own { State::Placed } else { State::Open }).collect();
-        let parent = |place: &Place| ids.get(&place.parent?).copied().filter(|parent| *parent < own);
+        let parent = |place: &Place| first(&ids, place.parent?).filter(|parent| *parent < own);
         let parents = places.iter().map(parent).collect();
         Self { places, own, ids, states, parents }
     }
 
     fn named_parent(&self, at: usize) -> Option<usize> {
-        self.ids.get(&self.places[at].parent?).copied()
+        first(&self.ids, self.places[at].parent?)
     }
 
     /// Places a span, and before it those above it.
@@ -194,6 +190,12 @@ impl Nest {
         }
         self.places[at].end_ns
     }
+}
+
+/// The first that has this id: the router's ids are no node's to take.
+fn first(ids: &[(u64, usize)], id: u64) -> Option<usize> {
+    let at = ids.partition_point(|(known, _)| *known < id);
+    ids.get(at).filter(|(known, _)| *known == id).map(|(_, index)| *index)
 }
 
 fn id(bytes: &[u8]) -> Option<u64> {
