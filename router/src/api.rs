@@ -81,9 +81,12 @@ impl From<Exporter> for Telling {
     }
 }
 
-/// The router, as its edges see it.
+/// Handle to the router, as its edges see it. Each layer of a route has one, and clones it for each request.
 #[derive(Clone)]
-pub struct Service {
+pub struct Service(Arc<Parts>);
+
+#[derive(Clone)]
+struct Parts {
     flow: Arc<flow::Shared>,
     keys: Keys,
     intake: Intake,
@@ -136,32 +139,38 @@ impl Service {
             ending: CancellationToken::new(),
         };
         let (intake, ports) = (Intake::default(), Arc::default());
-        Self { flow: Arc::new(flow), keys, intake, ports, grpc_port: None, jaeger_ui: None, standing: None }
+        let flow = Arc::new(flow);
+        Self(Arc::new(Parts { flow, keys, intake, ports, grpc_port: None, jaeger_ui: None, standing: None }))
     }
 
     /// The same with the ports that it is asked at, by name: their connections are in its metrics.
     pub fn at_ports(self, ports: Vec<(&'static str, Places)>) -> Self {
-        Self { ports: ports.into(), ..self }
+        self.with(|parts| parts.ports = ports.into())
     }
 
     /// The same where clients that speak gRPC find it.
     pub fn with_grpc_port(self, port: u16) -> Self {
-        Self { grpc_port: Some(port), ..self }
+        self.with(|parts| parts.grpc_port = Some(port))
     }
 
     /// The same with a Jaeger that has its traces, too: they come with a link to it.
     pub fn with_jaeger_ui(self, jaeger_ui: Option<JaegerUi>) -> Self {
-        Self { jaeger_ui, ..self }
+        self.with(|parts| parts.jaeger_ui = jaeger_ui)
     }
 
     /// The same for a router that is to stand in etcd: whether it does is in its metrics.
     pub fn with_standing(self, standing: Option<Standing>) -> Self {
-        Self { standing, ..self }
+        self.with(|parts| parts.standing = standing)
+    }
+
+    fn with(mut self, change: impl FnOnce(&mut Parts)) -> Self {
+        change(Arc::make_mut(&mut self.0));
+        self
     }
 
     /// Where people look at traces, if that is known.
     pub fn jaeger_ui(&self) -> Option<&JaegerUi> {
-        self.jaeger_ui.as_ref()
+        self.0.jaeger_ui.as_ref()
     }
 
     /// Whose request it is, by its credentials, or by its `x-tandem-tenant` header or metadata.
@@ -169,7 +178,7 @@ impl Service {
     /// # Errors
     /// `Unauthenticated` where keys are needed and this is none, `InvalidArgument` for a tenant's name that is none.
     pub fn tenant<'a>(&self, shown: impl Into<Credentials<'a>>, name: Option<&str>) -> Result<Tenant, Error> {
-        self.keys.tenant(shown, name)
+        self.0.keys.tenant(shown, name)
     }
 
     /// Whether a request of this tenant could start or wait at all now: asked before its body is read, so that who is
@@ -178,7 +187,7 @@ impl Service {
     /// # Errors
     /// `Unavailable` while the router drains, `Overloaded` for a full queue or a rate that is used up.
     pub fn may_enter(&self, tenant: &Tenant) -> Result<(), Error> {
-        flow::admit::may_enter(&self.flow, tenant)
+        flow::admit::may_enter(&self.0.flow, tenant)
     }
 
     /// Takes one request from the tenant's rates for work that no node does, as `/tokenize`.
@@ -186,28 +195,28 @@ impl Service {
     /// # Errors
     /// As [`Self::may_enter`].
     pub fn charge(&self, tenant: &Tenant) -> Result<(), Error> {
-        flow::admit::charge(&self.flow, tenant)
+        flow::admit::charge(&self.0.flow, tenant)
     }
 
     /// The bounds of what is read and tokenized before a request has its place.
     pub fn intake(&self) -> &Intake {
-        &self.intake
+        &self.0.intake
     }
 
     /// Draws the span of a whole request.
     pub fn root(&self, parent: Option<&Parent>) -> TraceContext {
-        self.flow.root(parent)
+        self.0.flow.root(parent)
     }
 
     /// Leaves the trace of a request that was refused, here or by its edge, and a line in the log.
     pub fn turned_away(&self, refused: &Refused<'_>, error: &Error) {
-        flow::refused::tell(&self.flow, refused, error);
+        flow::refused::tell(&self.0.flow, refused, error);
     }
 
     /// Counts a request that its edge refused, so that it never came to [`Self::generate`], which counts its own
     /// refusals.
     pub fn refused(&self, kind: ErrorKind) {
-        self.flow.metrics.refused(kind);
+        self.0.flow.metrics.refused(kind);
     }
 
     /// Starts a request. Nothing was sent to a node when this returns.
@@ -226,11 +235,11 @@ impl Service {
     /// # Errors
     /// As [`Self::generate`], of the first one that cannot start.
     pub fn generate_all(&self, requests: Vec<GenerationRequest>) -> Result<Vec<GenerationStream>, Error> {
-        let entries = flow::admit::all(&self.flow, &requests)?;
+        let entries = flow::admit::all(&self.0.flow, &requests)?;
         let start = |(request, entry)| {
             let (sender, events) = mpsc::channel(flow::CLIENT_QUEUE_EVENTS);
             let cancel = CancellationToken::new();
-            let identities = flow::start(&self.flow, request, entry, sender, cancel.clone());
+            let identities = flow::start(&self.0.flow, request, entry, sender, cancel.clone());
             GenerationStream { events, root: identities.root, _cancel: cancel.drop_guard() }
         };
         Ok(requests.into_iter().zip(entries).map(start).collect())
@@ -241,7 +250,7 @@ impl Service {
     /// # Errors
     /// `InvalidArgument` (param `prompt`): it is empty, as long as the context, or holds ids outside the vocabulary.
     pub fn check_prompt(&self, ids: &[u32]) -> Result<(), Error> {
-        flow::check::prompt(ids, &self.flow.model)
+        flow::check::prompt(ids, &self.0.flow.model)
     }
 
     /// The tokens to generate: what the client asked for, or the default (see [`Limits::max_tokens_default`]) as far as
@@ -250,7 +259,7 @@ impl Service {
     /// # Errors
     /// `InvalidArgument` (param `max_tokens`) for 0 or more than the context leaves.
     pub fn resolve_max_tokens(&self, asked: Option<u32>, prompt_tokens: usize) -> Result<u32, Error> {
-        let context = self.flow.model.context_len;
+        let context = self.0.flow.model.context_len;
         let prompt = u32::try_from(prompt_tokens).unwrap_or(u32::MAX);
         let left = context.saturating_sub(prompt);
         match asked {
@@ -263,16 +272,16 @@ impl Service {
             }
             Some(asked) => Ok(asked),
             None => {
-                let most = self.flow.membership.most_tokens().map_or(u32::MAX, |most| most.saturating_sub(prompt));
+                let most = self.0.flow.membership.most_tokens().map_or(u32::MAX, |most| most.saturating_sub(prompt));
                 // A prompt without any room is refused by `generate`, whose message is about the prompt.
-                Ok(self.flow.limits.max_tokens_default.min(left).min(most).max(1))
+                Ok(self.0.flow.limits.max_tokens_default.min(left).min(most).max(1))
             }
         }
     }
 
     /// Tokenizer, chat template and names of the served model.
     pub fn model(&self) -> &Arc<ModelText> {
-        &self.flow.model
+        &self.0.flow.model
     }
 
     /// Runs `work` on so many bytes of text without holding up the other requests.
@@ -285,28 +294,28 @@ impl Service {
         work: impl FnOnce(&ModelText) -> Result<T, E> + Send + 'static,
     ) -> Result<T, E> {
         let model = Arc::clone(self.model());
-        self.intake.work(bytes, move || work(&model)).await
+        self.0.intake.work(bytes, move || work(&model)).await
     }
 
     /// Whether a request could start now: a compatible pair of nodes is there, or a decode node that may prefill.
     pub fn ready(&self) -> bool {
-        let flow = &self.flow;
+        let flow = &self.0.flow;
         !flow.admission.is_closed() && flow.membership.has_pair()
     }
 
     /// Whether it takes no new request any more.
     pub fn is_draining(&self) -> bool {
-        self.flow.admission.is_closed()
+        self.0.flow.admission.is_closed()
     }
 
     /// The nodes, for `/debug/cluster`.
     pub fn cluster_json(&self) -> serde_json::Value {
-        self.flow.membership.json()
+        self.0.flow.membership.json()
     }
 
     /// Where clients that speak gRPC find it, if that is known.
     pub fn grpc_port(&self) -> Option<u16> {
-        self.grpc_port
+        self.0.grpc_port
     }
 
     /// One trace (32 hexadecimal digits, or "last").
@@ -323,7 +332,7 @@ impl Service {
     /// As there.
     pub fn trace_json_of(&self, traces: &Traces, id: &str) -> Result<serde_json::Value, Error> {
         let mut trace = traces.json(id).ok_or_else(|| no_trace(id))?;
-        let link = self.jaeger_ui.as_ref().zip(trace["trace_id"].as_str()).map(|(ui, id)| ui.trace(id));
+        let link = self.0.jaeger_ui.as_ref().zip(trace["trace_id"].as_str()).map(|(ui, id)| ui.trace(id));
         if let Some(link) = link {
             trace["jaeger"] = link.into();
         }
@@ -332,7 +341,7 @@ impl Service {
 
     /// Whether clients need a key: then their port says nothing of the whole cluster, that is operators' alone.
     pub fn is_reserved(&self) -> bool {
-        self.keys.required()
+        self.0.keys.required()
     }
 
     /// The traces that somebody may see: with keys, those of the key's tenant alone.
@@ -340,19 +349,19 @@ impl Service {
     /// # Errors
     /// As [`Self::tenant`].
     pub fn traces_for<'a>(&self, shown: impl Into<Credentials<'a>>) -> Result<Traces, Error> {
-        let tenant = self.keys.required().then(|| self.tenant(shown, None)).transpose()?;
+        let tenant = self.0.keys.required().then(|| self.tenant(shown, None)).transpose()?;
         Ok(self.traces().of(tenant.map(|tenant| Arc::clone(tenant.name()))))
     }
 
     /// The recent traces.
     pub fn traces(&self) -> &Traces {
-        &self.flow.traces
+        &self.0.flow.traces
     }
 
     /// `/metrics`: the content type and the text that a scraper with this `Accept` header understands.
     pub fn metrics_text(&self, accept: Option<&str>) -> (&'static str, String) {
-        let flow = &self.flow;
-        let (Counts { inflight, queued }, intake) = (flow.admission.counts(), self.intake.load());
+        let flow = &self.0.flow;
+        let (Counts { inflight, queued }, intake) = (flow.admission.counts(), self.0.intake.load());
         let Retries { now: retrying, limit: retry_limit } = flow.retry_budget.retries(inflight);
         let seen = Seen {
             nodes: flow.membership.totals(),
@@ -362,7 +371,7 @@ impl Service {
             retrying,
             retry_limit,
             tenants: self.tenants(),
-            depths: flow.admission.depths_of(self.keys.names()),
+            depths: flow.admission.depths_of(self.0.keys.names()),
             spans_dropped: flow.exporter.dropped(),
             body_bytes: intake.body_bytes,
             texts_working: intake.working,
@@ -371,54 +380,54 @@ impl Service {
             strangers: flow.membership.strangers().refused(),
             registrations: flow.membership.refusals().counts(),
             index: flow.membership.index(),
-            ports: self.ports.iter().map(|(name, places)| (*name, places.occupancy())).collect(),
+            ports: self.0.ports.iter().map(|(name, places)| (*name, places.occupancy())).collect(),
             way_fallbacks: flow.membership.way_fallbacks(),
-            registered: self.standing.as_ref().map(|key| (Arc::clone(key.etcd()), key.is_there(clock::now()))),
+            registered: self.0.standing.as_ref().map(|key| (Arc::clone(key.etcd()), key.is_there(clock::now()))),
         };
         flow.metrics.text(accept, &seen)
     }
 
     /// Whose service is counted.
     fn tenants(&self) -> Vec<Arc<str>> {
-        if self.keys.required() { self.keys.names() } else { vec![DEFAULT_TENANT.into()] }
+        if self.0.keys.required() { self.0.keys.names() } else { vec![DEFAULT_TENANT.into()] }
     }
 
     /// Requests that run and wait.
     pub fn counts(&self) -> Counts {
-        self.flow.admission.counts()
+        self.0.flow.admission.counts()
     }
 
     /// The node table.
     pub fn membership(&self) -> &Membership {
-        &self.flow.membership
+        &self.0.flow.membership
     }
 
     /// The service for nodes, which fills the table.
     pub fn join_service(&self) -> JoinService {
-        let (traces, exporter) = (self.flow.traces.clone(), self.flow.exporter.clone());
-        JoinService::new(self.flow.membership.clone(), move |packed| exporter.export(traces.stray(packed)))
+        let (traces, exporter) = (self.0.flow.traces.clone(), self.0.flow.exporter.clone());
+        JoinService::new(self.0.flow.membership.clone(), move |packed| exporter.export(traces.stray(packed)))
     }
 
     /// Requests that may wait.
     pub fn max_queue(&self) -> usize {
-        self.flow.admission.max_queue()
+        self.0.flow.admission.max_queue()
     }
 
     /// Holds to other limits of admission from now on, see [`Admission::set_limits`].
     pub fn set_limits(&self, limits: &Limits) {
-        self.flow.admission.set_limits(limits);
+        self.0.flow.admission.set_limits(limits);
     }
 
     /// Takes no new request and waits until the running ones have ended or `limit` has passed.
     pub async fn drain(&self, limit: std::time::Duration) {
-        self.flow.admission.drain(limit).await;
+        self.0.flow.admission.drain(limit).await;
     }
 
     /// Takes no new request and ends the running and waiting ones with an error (`Unavailable`): none is tried again.
     /// Waits until their clients' edges have it, no longer than `limit`.
     pub async fn end(&self, limit: std::time::Duration) {
-        self.flow.ending.cancel();
-        self.flow.admission.drain(limit).await;
+        self.0.flow.ending.cancel();
+        self.0.flow.admission.drain(limit).await;
     }
 }
 

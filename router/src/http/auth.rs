@@ -3,12 +3,12 @@ use std::time::Instant;
 
 use axum::extract::{Request, State};
 use axum::middleware::Next;
-use axum::response::Response;
+use axum::response::{IntoResponse, Response};
 use http::StatusCode;
 use tandem_proto::{Error, ErrorKind};
 
 use super::error::ApiError;
-use super::{Caller, rates};
+use super::{Caller, media, rates};
 use crate::admission::Tenant;
 use crate::api::Service;
 use crate::caller::Credentials;
@@ -16,11 +16,11 @@ use crate::caller::Credentials;
 /// Names the tenant of a request where there are no API keys.
 const TENANT_HEADER: &str = "x-tandem-tenant";
 
-/// Enters the tenant into the request's [`Caller`].
+/// Lets a request to its handler whose body is said to be JSON, with its tenant in its [`Caller`].
 ///
 /// # Errors
-/// 401 for a key that is missing or unknown.
-pub(super) async fn identify(
+/// 401 for a key that is missing or unknown, 415 for another body.
+pub(super) async fn enter(
     State(service): State<Service>,
     mut request: Request,
     next: Next,
@@ -29,7 +29,10 @@ pub(super) async fn identify(
     if let Some(caller) = request.extensions_mut().get_mut::<Caller>() {
         caller.tenant = tenant.clone();
     }
-    let mut response = next.run(request).await;
+    let mut response = match media::is_json(&request).inspect_err(|error| service.refused(error.kind())) {
+        Ok(()) => next.run(request).await,
+        Err(error) => error.into_response(),
+    };
     response.headers_mut().extend(rates::headers(&tenant.allowances(Instant::now())));
     // For the trace of a request that is refused.
     response.extensions_mut().insert(tenant);
@@ -40,11 +43,8 @@ pub(super) async fn identify(
 ///
 /// # Errors
 /// As [`Service::may_enter`].
-pub(super) async fn admit(State(service): State<Service>, request: Request, next: Next) -> Result<Response, ApiError> {
-    if let Some(caller) = request.extensions().get::<Caller>() {
-        service.may_enter(&caller.tenant).inspect_err(|error| service.refused(error.kind))?;
-    }
-    Ok(next.run(request).await)
+pub(super) fn admit(service: &Service, caller: &Caller) -> Result<(), Error> {
+    service.may_enter(&caller.tenant).inspect_err(|error| service.refused(error.kind))
 }
 
 /// Enters the traces that the caller may see.

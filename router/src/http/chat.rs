@@ -13,7 +13,7 @@ use super::error::ApiError;
 use super::fields::{AtMost, Fields, Neutral, value};
 use super::kind::Kind;
 use super::options::Options;
-use super::{Caller, body, check_model};
+use super::{Caller, auth, body, check_model};
 use crate::api::Service;
 use crate::text::ModelText;
 
@@ -43,6 +43,7 @@ pub(super) async fn handle(
     Extension(caller): Extension<Caller>,
     body: Body,
 ) -> Result<Response, ApiError> {
+    auth::admit(&service, &caller)?;
     let job = job(&service, body).await.inspect_err(|error| service.refused(error.kind()))?;
     answer(&service, &caller, job).await
 }

@@ -16,7 +16,7 @@ use super::fields::{AtMost, Fields, Neutral, seeded, value};
 use super::ids::{AtMostIds, Ids};
 use super::kind::Kind;
 use super::options::Options;
-use super::{Caller, body, check_model};
+use super::{Caller, auth, body, check_model};
 use crate::api::Service;
 use crate::flow::check;
 use crate::text::{ModelText, SpecialTokens};
@@ -32,6 +32,7 @@ pub(super) async fn handle(
     Extension(caller): Extension<Caller>,
     body: Body,
 ) -> Result<Response, ApiError> {
+    auth::admit(&service, &caller)?;
     let job = job(&service, body).await.inspect_err(|error| service.refused(error.kind()))?;
     answer(&service, &caller, job).await
 }

@@ -2,27 +2,17 @@
 //! without asking first (a "simple" request, <https://fetch.spec.whatwg.org/#cors-safelisted-request-header>); with
 //! JSON it has to ask, and [`super::cors`] answers. So another type is refused, and none at all is good enough only for
 //! what is no web page.
-use axum::extract::{Request, State};
-use axum::middleware::Next;
-use axum::response::Response;
+use axum::extract::Request;
 use http::{HeaderMap, Method, header};
 
 use super::error::ApiError;
-use crate::api::Service;
 
 /// Lets POSTs pass whose body is JSON.
 ///
 /// # Errors
 /// 415 for another content type or a content encoding.
-pub(super) async fn is_json(
-    State(service): State<Service>,
-    request: Request,
-    next: Next,
-) -> Result<Response, ApiError> {
-    if request.method() == Method::POST {
-        check(request.headers()).inspect_err(|error| service.refused(error.kind()))?;
-    }
-    Ok(next.run(request).await)
+pub(super) fn is_json(request: &Request) -> Result<(), ApiError> {
+    if request.method() == Method::POST { check(request.headers()) } else { Ok(()) }
 }
 
 fn check(headers: &HeaderMap) -> Result<(), ApiError> {

@@ -61,18 +61,17 @@ const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
 /// All HTTP routes of the router process.
 pub fn router(service: Service) -> axum::Router {
-    let admitting = || from_fn_with_state(service.clone(), auth::admit);
+    // A layer is cloned for each request, with all that lie within it: there are few around the routes for tokens.
     let guarded = axum::Router::new()
         .route("/v1/models", get(models))
         .route("/v1/models/{*id}", get(model))
-        .route("/v1/completions", post(completions::handle).route_layer(admitting()))
-        .route("/v1/chat/completions", post(chat::handle).route_layer(admitting()))
+        // When its model is from, as far as clients are concerned.
+        .route_layer(Extension(Started(types::unix_seconds())))
+        .route("/v1/completions", post(completions::handle))
+        .route("/v1/chat/completions", post(chat::handle))
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))
-        .route_layer(from_fn_with_state(service.clone(), media::is_json))
-        .route_layer(from_fn_with_state(service.clone(), auth::identify))
-        // When its model is from, as far as clients are concerned.
-        .layer(Extension(Started(types::unix_seconds())));
+        .route_layer(from_fn_with_state(service.clone(), auth::enter));
     let own_traces = from_fn_with_state(service.clone(), auth::with_own_traces);
     let of_all = match service.is_reserved() {
         true => reserved(&service),
@@ -132,7 +131,7 @@ struct Caller {
     /// The span of the whole request; of its first answer, where there are several.
     root: TraceContext,
     timeout: Option<Duration>,
-    /// As [`auth::identify`] found out.
+    /// As [`auth::enter`] found out.
     tenant: Tenant,
 }
 
