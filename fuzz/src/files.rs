@@ -74,7 +74,7 @@ fn api_keys(data: &[u8]) {
 fn key_seeds() -> Vec<Vec<u8>> {
     vec![
         br#"{"keys": [{"name": "alice", "key": "sk-alice-0123456789abcdef", "weight": 4, "requests_per_minute": 2,
-        "tokens_per_minute": 9, "min_priority": -3}, {"name": "bob",
+        "tokens_per_minute": 9, "max_concurrent_requests": 3, "min_priority": -3}, {"name": "bob",
         "sha256": "2BB80D537B1DA3E38BD30361AA855686BDE0EACD7162FEF6A25FE97BF527A25B"}]}"#
             .to_vec(),
     ]

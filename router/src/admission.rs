@@ -162,7 +162,11 @@ impl Admission {
         self.open()?;
         let costs: Vec<u64> = asks.iter().map(|ask| ask.demand.tokens()).collect();
         let (requests, tokens) = (u32::try_from(costs.len()).unwrap_or(u32::MAX), costs.iter().sum());
-        tenant.take(requests, tokens, now).map_err(|exceeded| Refusal::too_fast(tenant.name(), exceeded))?;
+        tenant.begin(requests).map_err(|crowded| Refusal::crowded(tenant.name(), crowded))?;
+        if let Err(exceeded) = tenant.take(requests, tokens, now) {
+            tenant.end(requests);
+            return Err(Refusal::too_fast(tenant.name(), exceeded));
+        }
         match self.inner.enter_all(asks, now) {
             Ok(places) => {
                 let entry = |((ticket, started), tokens)| {
@@ -176,6 +180,7 @@ impl Admission {
             }
             Err((refused, counts)) => {
                 tenant.give_back(requests, tokens, now);
+                tenant.end(requests);
                 Err(Refusal::of(refused, counts, tenant.name(), self.max_queue()))
             }
         }
@@ -188,6 +193,7 @@ impl Admission {
     /// As [`Self::enter_all`], of what does not depend on the request.
     pub fn may_enter(&self, tenant: &Tenant, now: Instant) -> Result<(), Refusal> {
         self.open()?;
+        tenant.could_begin().map_err(|crowded| Refusal::crowded(tenant.name(), crowded))?;
         tenant.could_take(now).map_err(|exceeded| Refusal::too_fast(tenant.name(), exceeded))?;
         let full = self.inner.lock().queue.full(now);
         full.map_or(Ok(()), |refused| Err(Refusal::of(refused, self.counts(), tenant.name(), self.max_queue())))
@@ -342,6 +348,7 @@ impl Drop for Place {
         let now = clock::now();
         self.tenant.give_back(self.requests, self.tokens.saturating_sub(self.used), now);
         self.tenant.owe(self.used.saturating_sub(self.tokens), now);
+        self.tenant.end(1);
         let counts = {
             let mut state = self.inner.lock();
             // Who gave up while it waited is woken by nobody.

@@ -135,12 +135,13 @@ struct Flags {
     pools: Option<Pools>,
     /// API keys, of at least 22 characters: a JSON file, {"keys": [{"name": "a", "key": "…" or "sha256": "…",
     /// "certificate": "spiffe://…" or a common name, "weight": 1, "requests_per_minute": 60, "tokens_per_minute":
-    /// 10000, "min_priority": 0, "share_prefix_cache": false}]}; a directory with a file for each tenant, of its name,
-    /// that holds its key; or a variable, env:NAME, with such JSON or the only key. Read again at SIGHUP. Traces show
-    /// the key's own requests; health needs no key. Nodes, which have none, need a port of their own, --nodes
+    /// 10000, "max_concurrent_requests": 8, "min_priority": 0, "share_prefix_cache": false}]}; a directory with a file
+    /// for each tenant, of its name, that holds its key; or a variable, env:NAME, with such JSON or the only key. Read
+    /// again at SIGHUP. Traces show the key's own requests; health needs no key. Nodes, which have none, need a port of
+    /// their own, --nodes
     #[arg(long, value_name = "FILE|DIR|env:NAME", requires = "nodes")]
     api_keys: Option<KeySource>,
-    /// Routers behind one load balancer: each of N routers allows an N-th part of a key's rates. Routers need not know
+    /// Routers behind one load balancer: each of N routers allows an N-th part of a key's limits. Routers need not know
     /// of each other; nodes join all of them
     #[arg(long, value_name = "N", default_value_t = NonZeroU32::MIN)]
     replicas: NonZeroU32,

@@ -6,7 +6,7 @@ use futures::FutureExt;
 use serde_json::{Value, json};
 
 use crate::Attack;
-use crate::target::{Seen, Target, VICTIM, refusal};
+use crate::target::{CROWD, Seen, Target, VICTIM, refusal};
 
 const INVALID: Seen = Seen::Router("outcome=\"invalid_argument\"");
 /// What the polite client's own request may hold of a node at most.
@@ -32,7 +32,7 @@ pub fn attacks() -> Vec<Attack> {
         attack("tokenize flood", |target| tokenize(target).boxed_local()),
         attack("detokenize flood", |target| detokenize(target).boxed_local()),
         Attack {
-            seen: Seen::Router("outcome=\"cancelled\""),
+            seen: Seen::Router("reason=\"concurrency\""),
             ..attack("cancelled requests", |t| cancelled(t).boxed_local())
         },
         Attack {
@@ -223,11 +223,12 @@ async fn detokenize(target: &Target) -> anyhow::Result<String> {
     Ok(told)
 }
 
-/// Clients that leave as soon as their request is there: nothing of theirs goes on.
+/// Clients that leave as soon as their request is there: nothing of theirs goes on. More at a time than the key may
+/// have are refused.
 async fn cancelled(target: &Target) -> anyhow::Result<String> {
     let body = json!({"prompt": "x", "max_tokens": 2000, "ignore_eos": true}).to_string();
     let head = format!(
-        "POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {VICTIM}\r\ncontent-type: application/json\r\n\
+        "POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {CROWD}\r\ncontent-type: application/json\r\n\
          content-length: {}\r\n\r\n{body}",
         body.len()
     );
@@ -240,7 +241,8 @@ async fn cancelled(target: &Target) -> anyhow::Result<String> {
         ensure!(left.elapsed() < Duration::from_secs(30), "{}", target.cluster.blocks().await?);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    Ok(format!("{count} left; their blocks back after {:.1} s", left.elapsed().as_secs_f64()))
+    let after = left.elapsed().as_secs_f64();
+    Ok(format!("more than 8 at a time refused; all {count} left, their blocks back after {after:.1} s"))
 }
 
 /// Ended as late, or refused at once where the router foresees it.

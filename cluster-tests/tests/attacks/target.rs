@@ -1,6 +1,6 @@
 //! What is attacked: a router with API keys, a join token, a port for nodes and one for operators, and a simulated node
-//! of each role over tcp. Clients are `polite` (who is to notice nothing), `victim` (whose things are not for others)
-//! and `flooder` (who has a key, and little to spend).
+//! of each role over tcp. Clients are `polite` (who is to notice nothing), `victim` (whose things are not for
+//! others), `flooder` (who has a key, and little to spend) and `crowd` (who may have few requests at a time).
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -26,6 +26,8 @@ const TOKEN: &str = "the-secret-of-the-attacked-cluster";
 /// What a step of the nodes takes, as that of a small model does: beside nodes that take no time at all, a request's
 /// latency is the kernel's choice of who computes next.
 const STEP: &str = "--simulated-step-us 1000";
+/// Eight requests at a time.
+pub const CROWD: &str = "sk-crowd-99aabbccddeeff00aabb";
 /// Every request of any client is answered, or refused, by then.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -66,7 +68,8 @@ impl Target {
         let (keys, token) = (dir.path().join("keys.json"), dir.path().join("token"));
         let text = format!(
             r#"{{"keys": [{{"name": "polite", "key": "{POLITE}"}}, {{"name": "victim", "key": "{VICTIM}"}},
-            {{"name": "flooder", "key": "{FLOODER}", "requests_per_minute": 600, "min_priority": 0}}]}}"#
+            {{"name": "flooder", "key": "{FLOODER}", "requests_per_minute": 600, "min_priority": 0}},
+            {{"name": "crowd", "key": "{CROWD}", "max_concurrent_requests": 8}}]}}"#
         );
         std::fs::write(&keys, text)?;
         std::fs::write(&token, TOKEN)?;

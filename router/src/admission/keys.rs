@@ -38,7 +38,7 @@ struct Ring {
 /// What a router makes of its keys.
 #[derive(Clone, Copy, Debug)]
 pub struct Rules {
-    /// Routers among which requests are spread: each allows that part of a key's rates.
+    /// Routers among which requests are spread: each allows that part of a key's limits.
     pub replicas: NonZeroU32,
     /// Clients show certificates, so that tenants may be known by them.
     pub client_certificates: bool,
@@ -67,11 +67,12 @@ pub struct KeysError {
 }
 
 impl Entry {
-    /// Its rates at one of so many routers; a part of a request or token is a whole one.
+    /// Its limits at one of so many routers; a part of a request or token is a whole one.
     fn share(self, replicas: NonZeroU32) -> Self {
-        let share = |rate: Option<u32>| rate.map(|rate| rate.div_ceil(replicas.get()));
+        let share = |limit: Option<u32>| limit.map(|limit| limit.div_ceil(replicas.get()));
         let (requests_per_minute, tokens_per_minute) = (share(self.requests_per_minute), share(self.tokens_per_minute));
-        Self { requests_per_minute, tokens_per_minute, ..self }
+        let max_concurrent_requests = share(self.max_concurrent_requests);
+        Self { requests_per_minute, tokens_per_minute, max_concurrent_requests, ..self }
     }
 }
 
@@ -217,11 +218,15 @@ fn key(entry: Entry, now: Instant) -> Result<Key, String> {
     if entry.requests_per_minute == Some(0) || entry.tokens_per_minute == Some(0) {
         return Err("a rate must be at least 1 a minute; leave it out for no limit".to_owned());
     }
+    if entry.max_concurrent_requests == Some(0) {
+        return Err("`max_concurrent_requests` must be at least 1; leave it out for no limit".to_owned());
+    }
     let rates = Rates { requests_per_minute: entry.requests_per_minute, tokens_per_minute: entry.tokens_per_minute };
     let terms = Terms {
         weight: entry.weight,
         max_priority: -entry.min_priority,
         rates,
+        max_concurrent_requests: entry.max_concurrent_requests,
         shares_cache: entry.share_prefix_cache,
     };
     let tenant = Tenant::new(&entry.name, terms, Some(now));
@@ -274,18 +279,20 @@ mod tests {
     }
 
     #[test]
-    fn routers_divide_a_key_s_rates() {
+    fn routers_divide_a_key_s_limits() {
         let (dir, now) = (tempfile::tempdir().unwrap(), Instant::now());
         let file = FILE.replace("\"requests_per_minute\": 2", "\"requests_per_minute\": 7, \"tokens_per_minute\": 1");
+        let file = file.replace("\"weight\": 4", "\"max_concurrent_requests\": 4");
         let rules = Rules { replicas: NonZeroU32::new(3).unwrap(), ..Rules::default() };
         let keys = Keys::load_by(&KeySource::Path(write(&dir, &file)), rules, now).unwrap();
         let rates = |keys: &Keys| {
             let alice = keys.tenant(Some("Bearer sk-alice-0123456789abcdef"), None).unwrap();
-            alice.allowances(now).into_iter().map(|left| left.per_minute).collect::<Vec<_>>()
+            let rates = alice.allowances(now).into_iter().map(|left| left.per_minute).collect::<Vec<_>>();
+            (rates, alice.terms().max_concurrent_requests)
         };
-        assert_eq!(rates(&keys), [3, 1]);
+        assert_eq!(rates(&keys), (vec![3, 1], Some(2)));
         keys.reload(now).unwrap();
-        assert_eq!(rates(&keys), [3, 1]);
+        assert_eq!(rates(&keys), (vec![3, 1], Some(2)));
     }
 
     #[test]

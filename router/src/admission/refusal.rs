@@ -1,11 +1,12 @@
 //! Why a request may not start, and what its client is told of it. That it may not is decided elsewhere: by
-//! [`super::queue`], by the tenant's [`super::limiter`], or because the router ends.
+//! [`super::queue`], by the limits of its [`super::tenant`], or because the router ends.
 use std::time::Duration;
 
 use tandem_proto::{Error, ErrorCode, ErrorKind};
 
 use super::Counts;
 use super::limiter::Exceeded;
+use super::tenant::Crowded;
 
 /// What clients are told by a router that ends, whatever their requests were at.
 pub const ENDING: &str = "the router is shutting down";
@@ -19,6 +20,8 @@ pub enum Reason {
     TenantShare,
     /// A rate of the API key is used up.
     RateLimit,
+    /// As many of the API key's requests run and wait as may.
+    Concurrency,
     /// The first token would come after the request's deadline.
     Deadline,
     /// The first token would come later than `--max-ttft-ms`.
@@ -30,10 +33,11 @@ pub enum Reason {
 }
 
 /// All of them, for metrics.
-pub const REASONS: [Reason; 7] = [
+pub const REASONS: [Reason; 8] = [
     Reason::QueueFull,
     Reason::TenantShare,
     Reason::RateLimit,
+    Reason::Concurrency,
     Reason::Deadline,
     Reason::Objective,
     Reason::Draining,
@@ -47,6 +51,7 @@ impl Reason {
             Self::QueueFull => "queue_full",
             Self::TenantShare => "tenant_share",
             Self::RateLimit => "rate_limit",
+            Self::Concurrency => "concurrency",
             Self::Deadline => "deadline",
             Self::Objective => "objective",
             Self::Draining => "draining",
@@ -109,6 +114,18 @@ impl Refusal {
         );
         let error = Error { retry_after: Some(retry_after), ..Error::new(ErrorKind::Overloaded, message) };
         Self { reason: Reason::RateLimit, error: error.with_code(ErrorCode::RateLimitExceeded) }
+    }
+
+    /// As many of the tenant's requests run and wait as may.
+    pub fn crowded(tenant: &str, Crowded { most, asked }: Crowded) -> Self {
+        let may = format!("tenant {tenant:?} may have {most} requests at a time");
+        let error = if asked > most {
+            Error::invalid("n", format!("{may}, and this call is {asked} of them"))
+        } else {
+            let message = format!("{may}: try again when one has ended");
+            Error::new(ErrorKind::Overloaded, message).with_code(ErrorCode::RateLimitExceeded)
+        };
+        Self { reason: Reason::Concurrency, error }
     }
 
     /// The router ends.

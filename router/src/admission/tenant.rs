@@ -1,4 +1,5 @@
 //! Whose request it is: the name under which it is counted, and what that name may have.
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
@@ -23,13 +24,21 @@ pub struct Terms {
     pub max_priority: i32,
     /// What it may ask for in a minute.
     pub rates: Rates,
+    /// Answers that may run and wait at a time; `None` is no limit.
+    pub max_concurrent_requests: Option<u32>,
     /// Whether it reuses cached KV of the other tenants that do, and they its.
     pub shares_cache: bool,
 }
 
 impl Default for Terms {
     fn default() -> Self {
-        Self { weight: 1, max_priority: MAX_PRIORITY, rates: Rates::default(), shares_cache: true }
+        Self {
+            weight: 1,
+            max_priority: MAX_PRIORITY,
+            rates: Rates::default(),
+            max_concurrent_requests: None,
+            shares_cache: true,
+        }
     }
 }
 
@@ -42,6 +51,17 @@ struct Account {
     name: Arc<str>,
     terms: Terms,
     limiter: Mutex<Option<Limiter>>,
+    /// Answers that run and wait.
+    concurrent: AtomicU32,
+}
+
+/// A tenant has as many answers that run and wait as it may.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Crowded {
+    /// How many that is.
+    pub most: u32,
+    /// And how many more were asked for at once.
+    pub asked: u32,
 }
 
 impl Default for Tenant {
@@ -54,7 +74,8 @@ impl Tenant {
     /// A tenant with full buckets. `now` is `None` for one without rate limits.
     pub fn new(name: &str, terms: Terms, now: Option<Instant>) -> Self {
         let limiter = now.map(|now| Limiter::new(terms.rates, now));
-        Self(Arc::new(Account { name: name.into(), terms, limiter: Mutex::new(limiter) }))
+        let (limiter, concurrent) = (Mutex::new(limiter), AtomicU32::default());
+        Self(Arc::new(Account { name: name.into(), terms, limiter, concurrent }))
     }
 
     /// The tenant that a client names itself, where there are no keys.
@@ -108,6 +129,37 @@ impl Tenant {
         self.limiter(|limiter| limiter.owe(tokens, now));
     }
 
+    /// So many answers run or wait from now on, until [`Self::end`]: all of them or none.
+    ///
+    /// # Errors
+    /// They would be too many.
+    pub fn begin(&self, requests: u32) -> Result<(), Crowded> {
+        let with = |now| self.with(now, requests).ok();
+        match self.0.concurrent.fetch_update(Ordering::Relaxed, Ordering::Relaxed, with) {
+            Ok(_) => Ok(()),
+            Err(now) => self.with(now, requests).map(drop),
+        }
+    }
+
+    /// So many of them are over.
+    pub fn end(&self, requests: u32) {
+        self.0.concurrent.fetch_sub(requests, Ordering::Relaxed);
+    }
+
+    /// Whether one more could begin; takes nothing.
+    ///
+    /// # Errors
+    /// As [`Self::begin`].
+    pub fn could_begin(&self) -> Result<(), Crowded> {
+        self.with(self.0.concurrent.load(Ordering::Relaxed), 1).map(drop)
+    }
+
+    /// So many more than there are now.
+    fn with(&self, now: u32, asked: u32) -> Result<u32, Crowded> {
+        let most = self.0.terms.max_concurrent_requests.unwrap_or(u32::MAX);
+        now.checked_add(asked).filter(|all| *all <= most).ok_or(Crowded { most, asked })
+    }
+
     fn limiter<T>(&self, act: impl FnOnce(&mut Limiter) -> T) -> Option<T> {
         self.0.limiter.lock().unwrap_or_else(PoisonError::into_inner).as_mut().map(act)
     }
@@ -151,5 +203,18 @@ mod tests {
         tenant.clone().give_back(1, 0, now);
         assert_eq!(tenant.take(1, 1, now), Ok(()));
         assert_eq!(Tenant::default().take(1, u64::MAX, now), Ok(()));
+    }
+
+    #[test]
+    fn no_more_run_and_wait_than_may() {
+        let terms = Terms { max_concurrent_requests: Some(3), ..Terms::default() };
+        let tenant = Tenant::new("a", terms, None);
+        let crowded = |asked| Err(Crowded { most: 3, asked });
+        assert_eq!((tenant.begin(2), tenant.clone().begin(2)), (Ok(()), crowded(2)));
+        assert_eq!((tenant.could_begin(), tenant.begin(1)), (Ok(()), Ok(())));
+        assert_eq!(tenant.could_begin(), crowded(1));
+        tenant.end(2);
+        assert_eq!((tenant.begin(2), tenant.begin(1)), (Ok(()), crowded(1)));
+        assert_eq!(Tenant::default().begin(u32::MAX - 1), Ok(()));
     }
 }

@@ -76,6 +76,34 @@ async fn limits_change_while_requests_run_and_wait() {
 }
 
 #[tokio::test]
+async fn a_key_s_requests_run_and_wait_no_more_at_a_time_than_may() {
+    let (admission, nodes) = before_full_nodes();
+    let rates = Rates { requests_per_minute: Some(2), tokens_per_minute: None };
+    let terms = Terms { rates, max_concurrent_requests: Some(2), ..Terms::default() };
+    let now = clock::now();
+    let tenant = Tenant::new("a", terms, Some(now));
+    let enter = |count| admission.enter_all(&tenant, (0..count).map(|_| ask()).collect(), now);
+    let mut two = enter(2).unwrap();
+    assert_eq!(admission.may_enter(&tenant, now).unwrap_err().reason, Reason::Concurrency);
+    let refused = enter(1).unwrap_err();
+    assert_eq!((refused.reason, refused.error.kind), (Reason::Concurrency, ErrorKind::Overloaded));
+    assert!(enter(3).unwrap_err().error.message.contains("3 of them"), "another try would be of no use");
+    // One leaves the queue, one runs and ends.
+    drop(two.pop());
+    assert!(admission.may_enter(&tenant, now).is_ok());
+    nodes.free();
+    let running = two.pop().unwrap().admitted().await.unwrap();
+    assert_eq!(enter(2).unwrap_err().reason, Reason::Concurrency);
+    drop(running);
+    // What ran took one of the minute's two. Who is refused by a rate, or by the queue, holds no place.
+    assert_eq!(enter(2).unwrap_err().reason, Reason::RateLimit);
+    drop(enter(1).unwrap());
+    admission.set_limits(&Limits { max_inflight: 0, max_queue: 0, ..Limits::default() });
+    assert_eq!(enter(1).unwrap_err().reason, Reason::QueueFull);
+    assert_eq!(tenant.begin(2), Ok(()));
+}
+
+#[tokio::test]
 async fn a_queue_comes_and_goes_while_requests_run() {
     let nodes = Arc::new(Nodes { full: true.into(), ..Nodes::default() });
     let limits = |max_queue| Limits { max_inflight: 2, max_queue, ..Limits::default() };

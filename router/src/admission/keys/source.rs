@@ -87,6 +87,7 @@ pub(super) struct Entry {
     pub weight: u32,
     pub requests_per_minute: Option<u32>,
     pub tokens_per_minute: Option<u32>,
+    pub max_concurrent_requests: Option<u32>,
     #[serde(default = "most_urgent")]
     pub min_priority: i32,
     #[serde(default)]
@@ -104,6 +105,7 @@ impl Entry {
             weight: one(),
             requests_per_minute: None,
             tokens_per_minute: None,
+            max_concurrent_requests: None,
             min_priority: most_urgent(),
             share_prefix_cache: false,
         }
