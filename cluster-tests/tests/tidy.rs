@@ -14,7 +14,7 @@ mod imports;
 #[path = "tidy/prose.rs"]
 mod prose;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -229,6 +229,18 @@ fn architecture_names_every_crate() {
     nothing(unnamed, "is not named in ARCHITECTURE.md");
 }
 
+/// The fuzzers are a workspace of their own, which `make test` does not build.
+#[test]
+fn the_fuzzers_lock_file_has_the_crates_as_they_are() {
+    let (mut locked, mut differ) = (locked_by("fuzz/Cargo.lock"), Vec::new());
+    for (name, wanted) in members().iter().map(|dir| manifest(dir)) {
+        let Some(locked) = locked.remove(&name) else { continue };
+        differ.extend((locked != wanted.into_iter().collect()).then_some(name));
+    }
+    assert!(locked.is_empty(), "{locked:?} are no crates of ours");
+    nothing(differ.into_iter(), "is another in fuzz/Cargo.lock: run cargo metadata there");
+}
+
 #[test]
 fn links_of_documents_lead_somewhere() {
     let dead = documents().flat_map(|(path, text)| {
@@ -432,6 +444,18 @@ fn read_all(endings: &[&str]) -> Vec<(String, String)> {
             (path, text)
         })
         .collect()
+}
+
+/// What each of our crates depends on by a lock file, which leaves out what tests depend on where they are not built.
+fn locked_by(lock: &str) -> BTreeMap<String, BTreeSet<String>> {
+    let text = fs::read_to_string(root().join(lock)).expect("a lock file");
+    let package = |package: &str| {
+        let name = package.lines().find_map(|line| line.strip_prefix("name = "))?.trim_matches('"').to_owned();
+        // A version stands there where there are several.
+        let dependency = |line: &str| Some(line.strip_prefix(" \"")?.split(['"', ' ']).next()?.to_owned());
+        name.starts_with("tandem").then(|| (name, package.lines().filter_map(dependency).collect()))
+    };
+    text.split("[[package]]").filter_map(package).collect()
 }
 
 /// Directories of all crates.
