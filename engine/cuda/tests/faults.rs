@@ -4,7 +4,6 @@
 mod support;
 
 use std::collections::BTreeMap;
-use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
@@ -114,15 +113,7 @@ fn a_device_that_a_transfer_finds_lost_ends_an_idle_engine() {
 
 /// Runs one of the tests below in a process of its own; what it printed, by name.
 fn scenario(name: &str, fault: Option<String>) -> BTreeMap<String, String> {
-    let mut command = Command::new(std::env::current_exe().expect("a path"));
-    command.args([name, "--exact", "--ignored", "--nocapture", "--test-threads=1"]).env_remove("EMU_FAIL");
-    if let Some(fault) = &fault {
-        command.env("EMU_FAIL", fault);
-    }
-    let output = command.output().expect("runs");
-    let text = String::from_utf8_lossy(&output.stdout);
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{name} with {fault:?}: {}\n{text}\n{errors}", output.status);
+    let text = in_child(name, ("EMU_FAIL", &fault.unwrap_or_default())).expect("an emulated device");
     let line = |line: &str| line.strip_prefix("| ")?.split_once(": ").map(|(name, text)| (name.into(), text.into()));
     text.lines().filter_map(line).collect()
 }
