@@ -14,9 +14,6 @@ use write::number;
 
 /// What stands before each span: number 1, with a length.
 const SPAN: u8 = 1 << 3 | 2;
-/// What stands before an attribute of a span, and before an event, with their lengths.
-const ATTRIBUTE: u8 = (number::ATTRIBUTE << 3 | 2) as u8;
-const EVENT: u8 = (number::EVENT << 3 | 2) as u8;
 /// OTLP's code of a status for what failed.
 pub const FAILED: i32 = 2;
 
@@ -70,12 +67,8 @@ impl<'a> Raw<'a> {
     /// `None`: damaged, without a place in a trace, or in the form of another version.
     pub fn read(bytes: &'a [u8]) -> Option<Self> {
         let (mut raw, mut end) = (Self { bytes, ..Self::default() }, 0);
-        loop {
-            let start = behind_details(bytes, end)?;
-            if start == bytes.len() {
-                break;
-            }
-            end = start;
+        while end < bytes.len() {
+            let start = end;
             let (number, value) = field(bytes, &mut end)?;
             let at = start..end;
             match (number, value) {
@@ -150,17 +143,6 @@ impl<'a> Raw<'a> {
 /// Where a field is that was not there `before`.
 fn once(before: &Range<usize>, at: Range<usize>) -> Option<Range<usize>> {
     before.is_empty().then_some(at)
-}
-
-/// Behind the attributes and events that begin there: most of a span's fields, and nothing that it is placed by.
-#[inline(always)]
-fn behind_details(bytes: &[u8], mut at: usize) -> Option<usize> {
-    while let Some(&(ATTRIBUTE | EVENT)) = bytes.get(at) {
-        at += 1;
-        let length = usize::try_from(varint(bytes, &mut at)?).ok()?;
-        take(bytes, &mut at, length)?;
-    }
-    Some(at)
 }
 
 enum Value<'a> {

@@ -134,11 +134,10 @@ impl Tenant {
     /// # Errors
     /// They would be too many.
     pub fn begin(&self, requests: u32) -> Result<(), Crowded> {
-        let with = |now| self.with(now, requests).ok();
-        match self.0.concurrent.fetch_update(Ordering::Relaxed, Ordering::Relaxed, with) {
-            Ok(_) => Ok(()),
-            Err(now) => self.with(now, requests).map(drop),
-        }
+        let most = self.most_concurrent();
+        let with = |now: u32| now.checked_add(requests).filter(|all| *all <= most);
+        let begun = self.0.concurrent.fetch_update(Ordering::Relaxed, Ordering::Relaxed, with);
+        begun.map(drop).map_err(|_| Crowded { most, asked: requests })
     }
 
     /// So many of them are over.
@@ -151,13 +150,12 @@ impl Tenant {
     /// # Errors
     /// As [`Self::begin`].
     pub fn could_begin(&self) -> Result<(), Crowded> {
-        self.with(self.0.concurrent.load(Ordering::Relaxed), 1).map(drop)
+        let most = self.most_concurrent();
+        if self.0.concurrent.load(Ordering::Relaxed) < most { Ok(()) } else { Err(Crowded { most, asked: 1 }) }
     }
 
-    /// So many more than there are now.
-    fn with(&self, now: u32, asked: u32) -> Result<u32, Crowded> {
-        let most = self.0.terms.max_concurrent_requests.unwrap_or(u32::MAX);
-        now.checked_add(asked).filter(|all| *all <= most).ok_or(Crowded { most, asked })
+    fn most_concurrent(&self) -> u32 {
+        self.0.terms.max_concurrent_requests.unwrap_or(u32::MAX)
     }
 
     fn limiter<T>(&self, act: impl FnOnce(&mut Limiter) -> T) -> Option<T> {
