@@ -96,7 +96,9 @@ impl Incoming {
                 () = self.arrival.landing.enough() => {}
             }
             let landed = self.arrival.landing.take();
-            manifest = self.registry.hash(landed.bytes as usize, move || cover(manifest, landed)).await?;
+            // To touch takes as long as to hash some megabytes.
+            let bytes = if landed.touches { usize::MAX } else { landed.bytes as usize };
+            manifest = self.registry.hash(bytes, move || cover(manifest, landed)).await?;
         }
     }
 }
@@ -106,6 +108,9 @@ fn cover(mut manifest: Manifest, landed: Batch) -> Manifest {
         landed.pieces.into_iter().partition(|piece| piece.leaves.is_empty());
     hashed.iter().for_each(|piece| manifest.note_range(piece.range, &piece.leaves));
     manifest.cover_ranges(unhashed.iter().map(|piece| piece.range));
+    if landed.touches {
+        manifest.touch();
+    }
     manifest
 }
 

@@ -2,9 +2,11 @@
 //! Hashing follows the copy that way, and only the last pieces are left when the seal comes. Where the copy itself has
 //! hashed them, their leaves are noted the same way.
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use tokio::sync::{Notify, oneshot};
 
+use crate::clock;
 use crate::error::TransferError;
 use crate::session::Arrived;
 use crate::wire::DataHeader;
@@ -14,6 +16,8 @@ const BATCH_BYTES: u64 = 1 << 20;
 /// The same for pieces that are hashed already: noting their leaves takes some 4 µs for each MiB. All of a prompt of
 /// 8,000 tokens took 0.7 ms at the seal, where the client waits.
 const HASHED_BATCH_BYTES: u64 = 8 << 20;
+/// Memory that nobody has touched for so long may be slow at the next access.
+const UNTOUCHED: Duration = Duration::from_secs(1);
 
 /// How a registry tells the receiving end.
 pub(crate) struct Arrival {
@@ -37,11 +41,14 @@ pub(crate) struct Batch {
     pub(crate) pieces: Vec<Piece>,
     /// Of them, still to be hashed.
     pub(crate) bytes: u64,
+    /// Now is the time to touch what landed before: the end is near, and what came first has lain untouched for long.
+    pub(crate) touches: bool,
 }
 
 /// The landed pieces of one hand-off. At most as many as it has units, since each lands once.
-#[derive(Default)]
 pub(crate) struct Landing {
+    blocks: u64,
+    units: u8,
     noted: Mutex<Noted>,
     enough: Notify,
 }
@@ -53,21 +60,41 @@ struct Noted {
     hashed: u64,
     /// Of all pieces, those that were taken included.
     ranges: u32,
+    began: Option<Instant>,
+    was_near_end: bool,
 }
 
 impl Landing {
+    /// Of a hand-off of so many blocks, each of so many pieces.
+    pub(crate) fn of(blocks: usize, units: u8) -> Self {
+        Self { blocks: blocks as u64, units, noted: Mutex::default(), enough: Notify::new() }
+    }
+
     /// A range of `bytes` is in the arena.
     pub(crate) fn note(&self, piece: Piece, bytes: u64) {
         let mut noted = self.lock();
+        let (now, is_near_end) = (clock::now(), self.is_near_end(piece.range));
+        let began = *noted.began.get_or_insert(now);
+        let touches = is_near_end && !noted.was_near_end && now.saturating_duration_since(began) >= UNTOUCHED;
+        noted.was_near_end |= is_near_end;
+        noted.batch.touches |= touches;
         *if piece.leaves.is_empty() { &mut noted.batch.bytes } else { &mut noted.hashed } += bytes;
         noted.batch.pieces.push(piece);
         noted.ranges += 1;
-        if noted.batch.bytes >= BATCH_BYTES || noted.hashed >= HASHED_BATCH_BYTES {
+        if touches || noted.batch.bytes >= BATCH_BYTES || noted.hashed >= HASHED_BATCH_BYTES {
             self.enough.notify_one();
         }
     }
 
-    /// Ready when a batch has come together, and perhaps once more after it was taken.
+    /// Less than an eighth of the last block's layers is still to come, but not nothing: then a prompt's last tokens are
+    /// computed, and some tens of milliseconds are left.
+    fn is_near_end(&self, range: DataHeader) -> bool {
+        let is_last = u64::from(range.first) + u64::from(range.count) >= self.blocks;
+        let left = range.units.of(self.units).map_or(0, |units| self.units.saturating_sub(units.end));
+        is_last && left > 0 && left < self.units.div_ceil(8)
+    }
+
+    /// Ready when a batch has come together, or the end is near, and perhaps once more after it was taken.
     pub(crate) async fn enough(&self) {
         self.enough.notified().await;
     }
@@ -99,7 +126,7 @@ mod tests {
 
     #[test]
     fn a_batch_wakes_and_less_waits_to_be_taken() {
-        let landing = Landing::default();
+        let landing = Landing::of(2, 1);
         let range = DataHeader { handoff: HandoffId([1; 16]), first: 0, count: 1, units: Units::ALL };
         let note = |leaves, bytes| landing.note(Piece { range, leaves }, bytes);
         note(vec![], BATCH_BYTES - 8);
@@ -116,5 +143,27 @@ mod tests {
         (0..8).for_each(|_| note(vec![1, 2], BATCH_BYTES));
         assert!(landing.enough().now_or_never().is_some(), "much that is hashed wakes, too");
         assert_eq!((landing.take().bytes, landing.take().pieces.len()), (0, 0));
+    }
+    #[tokio::test(start_paused = true)]
+    async fn near_the_end_old_blocks_are_to_be_touched_once() {
+        let landing = Landing::of(3, 24);
+        let note = |first, count, units| {
+            let range = DataHeader { handoff: HandoffId([1; 16]), first, count, units: Units::new(units, 24) };
+            landing.note(Piece { range, leaves: vec![1] }, 8);
+            (landing.enough().now_or_never().is_some(), landing.take().touches)
+        };
+        assert_eq!(note(0, 2, 0..24), (false, false));
+        tokio::time::advance(UNTOUCHED).await;
+        assert_eq!(note(1, 1, 21..22), (false, false), "the last block is missing");
+        assert_eq!(note(2, 1, 20..21), (false, false), "an eighth is missing");
+        assert_eq!(note(1, 2, 21..22), (true, true));
+        assert_eq!(note(2, 1, 22..23), (false, false), "it was told");
+        let short = Landing::of(1, 24);
+        for unit in 0..24 {
+            let range =
+                DataHeader { handoff: HandoffId([1; 16]), first: 0, count: 1, units: Units::new(unit..unit + 1, 24) };
+            short.note(Piece { range, leaves: vec![1] }, 8);
+            assert!(!short.take().touches, "it came a moment ago");
+        }
     }
 }

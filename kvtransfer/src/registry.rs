@@ -146,7 +146,7 @@ impl Registry {
         };
         let secret = Secret::of(&ticket)?;
         let (sender, arrival) = oneshot::channel();
-        let landing = Arc::new(Landing::default());
+        let landing = Arc::new(Landing::of(grant.blocks.len(), units));
         let mut table = self.lock();
         let offer = Offer { blocks: grant.blocks.clone(), block_bytes, units, owner: grant.owner, lease: grant.lease };
         table.sessions.offer(grant.handoff, offer, clock::now())?;
