@@ -13,8 +13,7 @@ use tandem_node::{CheckedRequest, Node, Trace};
 use tandem_proto::v1::decode_event::Event;
 use tandem_proto::v1::{self, DecodeEvent, DecodeStart, Finished, FirstToken, Reserved, Token};
 use tandem_proto::{Error, ErrorKind, Incarnation, TraceContext};
-use tandem_telemetry::{Kind, clock};
-use tracing::Instrument;
+use tandem_telemetry::{Kind, clock, within_request};
 
 use crate::handoff::{self, Received, Terms};
 use crate::stop::Stop;
@@ -37,7 +36,7 @@ pub async fn serve(
     let spec = start.spec.ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "`start` without a spec"))?;
     let request = CheckedRequest::check(spec, node.engine.spec())?.within_memory(node.engine.spec());
     let mut trace = node.trace(&request.state);
-    let logged = trace.logged(request.parent);
+    trace.note_lines_of(request.parent);
     let generate = Generate { node: &node, request: &request, events: &events, accepted };
     let running = async {
         match start.local {
@@ -55,7 +54,7 @@ pub async fn serve(
             tracing::info!(request = request.id, kind = ?error.kind, error = error.message, "call failed");
         })
     };
-    let result = running.instrument(logged).await;
+    let result = within_request(request.parent, running).await;
     if let Err(error) = &result {
         trace.fail(&error.message);
     }

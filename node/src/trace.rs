@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use tandem_proto::{TraceContext, TraceState};
 use tandem_telemetry::notes::{Note, Notes};
-use tandem_telemetry::{Exporter, Kind, Phase, Value, clock, request_span};
+use tandem_telemetry::{Exporter, Kind, Phase, Value, clock};
 use tokio::sync::Notify;
 
 /// Who the spans are from, and where they go. One per node.
@@ -208,11 +208,9 @@ impl Trace {
         Self { sink, state, done: Vec::new(), open: Vec::new(), notes: None }
     }
 
-    /// The span within which to work on a request that `parent` calls for: its log lines name that trace, and are
-    /// events of the outermost phase here.
-    pub fn logged(&mut self, parent: TraceContext) -> tracing::Span {
+    /// What is logged within the request that `parent` calls for becomes events of the outermost phase here.
+    pub fn note_lines_of(&mut self, parent: TraceContext) {
         self.notes = Some(Notes::of(parent));
-        request_span(parent)
     }
 
     /// Opens a phase as a child of the span `parent` and returns its identity.

@@ -12,9 +12,8 @@ use tandem_node::{CheckedRequest, Node, Trace};
 use tandem_proto::v1::prefill_event::Event;
 use tandem_proto::v1::{Delivered, FirstToken, PrefillEvent, RequestSpec};
 use tandem_proto::{Error, ErrorKind, TraceContext};
-use tandem_telemetry::{Kind, clock};
+use tandem_telemetry::{Kind, clock, within_request};
 use tokio::sync::watch;
-use tracing::Instrument;
 
 use crate::commands::Commands;
 use crate::delivery::Deliveries;
@@ -59,7 +58,7 @@ pub async fn run(
     trace.attr("tandem.request_id", request.id.as_str());
     trace.attr("tandem.prompt_tokens", request.prompt.len());
     let prefill = Prefill { shared: &shared, request: &request, server };
-    let logged = trace.logged(request.parent);
+    trace.note_lines_of(request.parent);
     let running = async {
         let running = prefill.run(accepted, &mut commands, &events, &mut trace);
         let result = until_deadline(request.deadline, running).await;
@@ -69,7 +68,7 @@ pub async fn run(
         }
         result
     };
-    running.instrument(logged).await
+    within_request(request.parent, running).await
 }
 
 struct Prefill<'a> {

@@ -29,10 +29,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tandem_proto::{CacheSalt, Error, ErrorKind, TraceContext, v1};
-use tandem_telemetry::{Exporter, Notes, clock, request_span};
+use tandem_telemetry::{Exporter, Notes, clock, within_request};
 use tokio::sync::mpsc::{self, error::TrySendError};
 use tokio_util::sync::CancellationToken;
-use tracing::Instrument;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::admission::cache_salt::CacheSalts;
@@ -163,7 +162,7 @@ pub fn start(
         slot: None,
     });
     // Boxed: on its way to the reactor a task is copied whole, five times.
-    tokio::spawn(Box::pin(run.until_the_end(entry, cancel)).instrument(request_span(root)));
+    tokio::spawn(within_request(root, Box::pin(run.until_the_end(entry, cancel))));
     identities
 }
 

@@ -6,10 +6,9 @@
 //! - [`exposition`]: the text of `/metrics`, and histograms that point to traces.
 //! - [`metrics_export`]: the figures of `/metrics` to the collector; `openmetrics` reads their text, `convert` makes
 //!   OTLP's messages of it. [`collector`]: the flags that say where all this goes, `headers` with what.
-//! - [`logging`]: the lines on stderr, for people or programs, and the ids of the request that they are about;
-//!   [`log_filter`]: which lines;
-//!   [`notes`]: those that become events of its span; `traced` is the layer that tells them apart, `log_export` sends
-//!   lines to the collector; [`budget`]: how much of it, where it could be any amount; `stderr` keeps its reader from
+//! - [`logging`]: the lines on stderr; `lines`: how they look, for people or programs; [`log_filter`]: which ones;
+//!   `traced`: which request they are about; [`notes`]: those that become events of its span; `log_export` sends lines
+//!   to the collector; [`budget`]: how much of it, where it could be any amount; `stderr` keeps its reader from
 //!   holding up who writes.
 //!
 //! Nothing here blocks a request, and nothing here knows what the phases mean.
@@ -23,6 +22,7 @@ pub mod export;
 pub mod exposition;
 mod fields;
 mod headers;
+mod lines;
 mod log_export;
 pub mod log_filter;
 pub mod logging;
@@ -40,7 +40,8 @@ pub use collector::Collector;
 pub use export::Exporter;
 pub use fields::ACCESS;
 pub use log_filter::LogFilter;
-pub use logging::{Log, LogFormat, init_logging, lost_lines, request_span};
+pub use logging::{Log, LogFormat, init_logging, lost_lines};
 pub use metrics_export::MetricsExport;
 pub use notes::Notes;
 pub use phase::{Kind, Phase, Value};
+pub use traced::{in_request, within_request};

@@ -1,6 +1,7 @@
 //! The log: lines on stderr, chosen by [`LogFilter`], for people or as JSON. What is logged while a request is worked
-//! on ([`request_span`]) carries its trace and span id, becomes an event of that span ([`notes`](crate::notes)), and
-//! goes to the collector where there is one. Nobody who logs waits for whoever reads stderr (`stderr`).
+//! on ([`within_request`](crate::within_request)) carries its trace and span id, becomes an event of that span
+//! ([`notes`](crate::notes)), and goes to the collector where there is one. Nobody who logs waits for whoever reads
+//! stderr (`stderr`).
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::fmt::{self, Display};
 use std::io::{IsTerminal, Write};
@@ -8,21 +9,17 @@ use std::str::FromStr;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use serde_json::{Map, Value, json};
-use tandem_proto::TraceContext;
-use tracing::{Event, Span, Subscriber};
+use serde_json::json;
 use tracing_subscriber::fmt as lines;
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
-use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::layer::{Layer, SubscriberExt};
-use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt;
 
-use crate::fields::Fields;
+use crate::lines::{Json, Text};
 use crate::log_filter::LogFilter;
 use crate::stderr::Lines;
-use crate::traced::{Traced, ids_of};
+use crate::traced::Traced;
 
 /// How lines look.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -96,7 +93,7 @@ pub fn init_logging(service: &'static str, filter: &LogFilter, format: LogFormat
         // It would say on standard error that nothing can be written there, and panic because that fails.
         .log_internal_errors(false);
     let lines = match format {
-        LogFormat::Text => lines.boxed(),
+        LogFormat::Text => lines.event_format(Text).boxed(),
         LogFormat::Json => lines.event_format(Json { service }).boxed(),
     };
     let started = tracing_subscriber::registry().with(filter.install()).with(Traced).with(lines).try_init();
@@ -137,109 +134,11 @@ fn lost_notice(format: LogFormat) -> fn(u64, &'static str) -> String {
     }
 }
 
-/// The span within which a request's lines are logged: `context` is the span that they belong to. It is there whatever
-/// the filter says of lines.
-pub fn request_span(context: TraceContext) -> Span {
-    let (trace_id, span_id) = (context.trace_id_hex(), tandem_proto::trace::hex(&context.span_id));
-    tracing::error_span!(target: "tandem", "request", trace_id, span_id)
-}
-
-/// Writes lines as JSON.
-struct Json {
-    service: &'static str,
-}
-
-impl<S, N> FormatEvent<S, N> for Json
-where
-    S: Subscriber + for<'a> LookupSpan<'a>,
-    N: for<'a> FormatFields<'a> + 'static,
-{
-    fn format_event(&self, context: &FmtContext<'_, S, N>, mut writer: Writer<'_>, event: &Event<'_>) -> fmt::Result {
-        let mut timestamp = String::new();
-        SystemTime.format_time(&mut Writer::new(&mut timestamp))?;
-        let mut fields = Fields::default();
-        event.record(&mut fields);
-        let Fields { message, rest } = fields;
-        let mut line = Map::new();
-        line.insert("timestamp".to_owned(), Value::String(timestamp));
-        line.insert("level".to_owned(), json!(event.metadata().level().as_str()));
-        line.insert("target".to_owned(), json!(event.metadata().target()));
-        line.insert("service".to_owned(), json!(self.service));
-        line.insert("message".to_owned(), Value::String(message));
-        if let Some(TraceContext { trace_id, span_id, .. }) = context.lookup_current().and_then(|span| ids_of(&span)) {
-            line.insert("trace_id".to_owned(), json!(tandem_proto::trace::hex(&trace_id)));
-            line.insert("span_id".to_owned(), json!(tandem_proto::trace::hex(&span_id)));
-        }
-        for (key, value) in rest {
-            // What stands above is not for a field to say.
-            line.entry(key).or_insert(value);
-        }
-        writeln!(writer, "{}", Value::Object(line))
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use std::io;
-    use std::sync::{Arc, Mutex};
-
-    use tracing_subscriber::fmt::MakeWriter;
+    use serde_json::Value;
 
     use super::*;
-    use crate::fields::ACCESS;
-    use crate::notes;
-
-    #[derive(Clone, Default)]
-    struct Lines(Arc<Mutex<Vec<u8>>>);
-
-    impl io::Write for Lines {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0.lock().unwrap().write(bytes)
-        }
-
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
-
-    impl<'a> MakeWriter<'a> for Lines {
-        type Writer = Self;
-
-        fn make_writer(&'a self) -> Self {
-            self.clone()
-        }
-    }
-
-    #[test]
-    fn a_line_of_a_request_names_its_trace_and_is_an_event_of_it() {
-        let lines = Lines::default();
-        let json = lines::layer().with_writer(lines.clone()).event_format(Json { service: "tandem-test" });
-        let subscriber = tracing_subscriber::registry().with(Traced).with(json);
-        let context = TraceContext { trace_id: [0xab; 16], span_id: [0xcd; 8], sampled: true };
-        tracing::subscriber::with_default(subscriber, || {
-            tracing::info!("nobody's");
-            let notes = notes::Notes::of(context);
-            request_span(context).in_scope(|| {
-                let error = "no room";
-                tracing::warn!(error, attempts = 2, target_ms = 1.5, "attempt failed");
-                tracing::info!(target: ACCESS, "answered");
-            });
-            let told = notes.take();
-            assert_eq!(told.len(), 1, "{told:?}");
-            assert_eq!((told[0].message.as_str(), told[0].level), ("attempt failed", "WARN"));
-            assert_eq!(told[0].fields[0], ("error", "no room".into()));
-            assert!(notes.take().is_empty());
-        });
-        let written = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
-        let told: Vec<Value> = written.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        assert_eq!((told.len(), &told[0]["message"], told[0].get("trace_id")), (3, &json!("nobody's"), None));
-        let of_request = &told[1];
-        assert_eq!(of_request["trace_id"], "ab".repeat(16));
-        assert_eq!(of_request["span_id"], "cd".repeat(8));
-        assert_eq!((&of_request["error"], &of_request["attempts"]), (&json!("no room"), &json!(2)));
-        assert_eq!((&of_request["level"], &of_request["service"]), (&json!("WARN"), &json!("tandem-test")));
-        assert_eq!(told[2]["target"], ACCESS);
-    }
 
     #[test]
     fn missing_lines_are_told_in_the_form_of_the_others() {

@@ -1,47 +1,52 @@
-//! The layer that knows which request a line belongs to: it reads the ids of `request` spans as they are made, notes
-//! lines within them, and hands all lines to the collector's queue.
+//! Which request a line belongs to: the one whose task logs it. The layer here notes such lines, and hands all lines to
+//! the collector's queue.
 use tandem_proto::TraceContext;
-use tracing::span::{Attributes, Id};
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer};
-use tracing_subscriber::registry::{LookupSpan, SpanRef};
 
 use crate::clock;
 use crate::fields::{ACCESS, Fields};
 use crate::log_export;
 use crate::notes::{self, Note};
 
+// Not a span of `tracing`: each poll of a task would enter it and leave it, in every layer. That took a twentieth of
+// what a request costs the router.
+tokio::task_local! {
+    static REQUEST: TraceContext;
+}
+
+/// Does `work` as part of the request whose span is `context`: what is logged meanwhile is that request's. Tasks that
+/// `work` spawns are others.
+pub fn within_request<F: Future>(context: TraceContext, work: F) -> impl Future<Output = F::Output> {
+    REQUEST.scope(context, work)
+}
+
+/// As [`within_request`], without waiting.
+pub fn in_request<T>(context: TraceContext, work: impl FnOnce() -> T) -> T {
+    REQUEST.sync_scope(context, work)
+}
+
+/// The span of the request that is worked on here.
+pub(crate) fn request() -> Option<TraceContext> {
+    REQUEST.try_with(|context| *context).ok()
+}
+
 /// See the head of this file.
 pub(crate) struct Traced;
 
-impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Traced {
-    fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: Context<'_, S>) {
-        if attributes.metadata().name() != "request" {
-            return;
-        }
-        let mut fields = Fields::default();
-        attributes.record(&mut fields);
-        let text = |name| fields.rest.iter().find(|(key, _)| *key == name).and_then(|(_, value)| value.as_str());
-        let (Some(trace_id), Some(span_id)) = (text("trace_id"), text("span_id")) else { return };
-        let ids = format!("00-{trace_id}-{span_id}-01").parse::<TraceContext>();
-        if let (Ok(ids), Some(span)) = (ids, context.span(id)) {
-            span.extensions_mut().insert(ids);
-        }
-    }
-
-    fn on_event(&self, event: &Event<'_>, context: Context<'_, S>) {
-        let metadata = event.metadata();
-        let ids = context.event_span(event).and_then(|span| ids_of(&span));
+impl<S: Subscriber> Layer<S> for Traced {
+    fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
+        let (metadata, request) = (event.metadata(), request());
         // Nobody reads traces for what debugging says.
-        let noted = ids.filter(|_| *metadata.level() <= Level::INFO && metadata.target() != ACCESS);
+        let noted = request.filter(|_| *metadata.level() <= Level::INFO && metadata.target() != ACCESS);
         let collector = log_export::queue();
         if noted.is_none() && collector.is_none() {
             return;
         }
         let mut fields = Fields::default();
         event.record(&mut fields);
-        if let Some(ids) = noted {
-            notes::add(ids.span_id, || Note {
+        if let Some(context) = noted {
+            notes::add(context.span_id, || Note {
                 message: fields.message.clone(),
                 level: metadata.level().as_str(),
                 at: clock::now(),
@@ -49,12 +54,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Traced {
             });
         }
         if let Some(collector) = collector {
-            collector.take(metadata, fields, ids);
+            collector.take(metadata, fields, request);
         }
     }
-}
-
-/// The ids of the request that this span is within.
-pub(crate) fn ids_of<'a, R: LookupSpan<'a>>(span: &SpanRef<'a, R>) -> Option<TraceContext> {
-    span.scope().find_map(|span| span.extensions().get::<TraceContext>().copied())
 }

@@ -3,7 +3,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tandem_proto::{Error, TraceContext};
-use tandem_telemetry::{ACCESS, Budget, Kind, Phase, clock, request_span};
+use tandem_telemetry::{ACCESS, Budget, Kind, Phase, clock, in_request};
 
 use super::Shared;
 use crate::caller::Parent;
@@ -61,8 +61,7 @@ pub fn tell(shared: &Shared, refused: &Refused<'_>, error: &Error) {
     shared.traces.finish(root.trace_id, Arc::new(move || packed.clone()), &[], ended);
     if let Some(untold) = LINES_LEFT.take(now) {
         let (tenant, kind, error) = (tenant.unwrap_or("-"), error.kind, &error.message);
-        let line = request_span(root);
-        line.in_scope(|| {
+        in_request(root, || {
             tracing::info!(
                 target: ACCESS, request = request_id, tenant, api, status = ?kind, error, untold, "request refused"
             );
