@@ -86,8 +86,8 @@ impl Landing {
         }
     }
 
-    /// Less than an eighth of the last block's layers is still to come, but not nothing: then a prompt's last tokens are
-    /// computed, and some tens of milliseconds are left.
+    /// Less than an eighth of the last block's layers is still to come, but not nothing: then a prompt's last tokens
+    /// are computed, and some tens of milliseconds are left.
     fn is_near_end(&self, range: DataHeader) -> bool {
         let is_last = u64::from(range.first) + u64::from(range.count) >= self.blocks;
         let left = range.units.of(self.units).map_or(0, |units| self.units.saturating_sub(units.end));

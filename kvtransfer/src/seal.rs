@@ -106,8 +106,8 @@ impl Manifest {
         }
     }
 
-    /// Reads a word of each page of the blocks that are whole. A long prompt's first blocks landed seconds ago, and in a
-    /// virtual machine the first access after such a time can be slow. Where this was not done while the last tokens
+    /// Reads a word of each page of the blocks that are whole. A long prompt's first blocks landed seconds ago, and in
+    /// a virtual machine the first access after such a time can be slow. Where this was not done while the last tokens
     /// were computed, the first decode step after 8,000 tokens took up to twice as long as the second.
     pub(crate) fn touch(&self) {
         let Some(words) = self.arena.memory().place().host() else { return };
