@@ -73,10 +73,10 @@ impl Landing {
     /// A range of `bytes` is in the arena.
     pub(crate) fn note(&self, piece: Piece, bytes: u64) {
         let mut noted = self.lock();
-        let (now, is_near_end) = (clock::now(), self.is_near_end(piece.range));
-        let began = *noted.began.get_or_insert(now);
-        let touches = is_near_end && !noted.was_near_end && now.saturating_duration_since(began) >= UNTOUCHED;
-        noted.was_near_end |= is_near_end;
+        let began = *noted.began.get_or_insert_with(clock::now);
+        let nears_end = !noted.was_near_end && self.is_near_end(piece.range);
+        noted.was_near_end |= nears_end;
+        let touches = nears_end && clock::now().saturating_duration_since(began) >= UNTOUCHED;
         noted.batch.touches |= touches;
         *if piece.leaves.is_empty() { &mut noted.batch.bytes } else { &mut noted.hashed } += bytes;
         noted.batch.pieces.push(piece);
@@ -144,6 +144,7 @@ mod tests {
         assert!(landing.enough().now_or_never().is_some(), "much that is hashed wakes, too");
         assert_eq!((landing.take().bytes, landing.take().pieces.len()), (0, 0));
     }
+
     #[tokio::test(start_paused = true)]
     async fn near_the_end_old_blocks_are_to_be_touched_once() {
         let landing = Landing::of(3, 24);
