@@ -7,13 +7,15 @@ BEFORE and AFTER are folders with tandem-router, tandem-prefill-node and tandem-
 commit, built there, and of this one. Each router has nodes of its own commit, simulated. The load is `tandem bench` of
 this build in all turns, as what it sends changes from commit to commit, too.
 
-Each round runs every row with both, the order changing from round to round. CPU time is that of the router's process,
-with the threads that have ended. The last column is the median of the rounds' ratios (after ÷ before), with the
-quartiles. The same folder twice shows what is noise. Rows: `short` has 200 requests a second of 8 tokens, `long` 64
-streams of 400 tokens at a time. Before it each router has answered more short requests than it keeps traces of: until
-then its memory grows, and that costs what no later request does.
+Both clusters run beside each other, and only one has load at a time: turns of some seconds, as on a machine with
+neighbours only what is close in time is slowed alike. The order changes from turn to turn. CPU time is that of the
+router's process, with the threads that have ended. The last column is the median of the turns' ratios (after ÷
+before), with the quartiles. The same folder twice shows what is noise. Rows: `short` has 200 requests a second of 8
+tokens, `long` 64 streams of 400 tokens at a time. Each round has new processes. Before it each router has answered
+more short requests than it keeps traces of: until then its memory grows, and that costs what no later request does.
 """
 import argparse
+import contextlib
 import pathlib
 import signal
 import statistics
@@ -24,10 +26,10 @@ import cluster
 from seen_instructions import Program
 from target_dir import TARGET_DIR
 
-# Of an answer, how it is asked for, and how many there are.
+# Of an answer, how it is asked for, and how many there are in a turn.
 LOADS = {
-    "short": (8, ["--rate", "200"], 1600),
-    "long": (400, ["--concurrency", "64"], 256),
+    "short": (8, ["--rate", "200"], 400),
+    "long": (400, ["--concurrency", "64"], 128),
 }
 WARM_UP = ["--output", "8", "--concurrency", "8", "--requests", "2000"]
 
@@ -42,29 +44,51 @@ def quartiles(ratios):
     return statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
 
 
-def turn(programs, tandem, model, api, load):
-    """CPU time of the router for a request, in microseconds, and the median TTFT in milliseconds."""
-    tokens, how, requests = LOADS[load]
-    with tempfile.TemporaryDirectory(prefix="tandem-turns-") as folder:
-        started = []
-        try:
-            flags = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", model, "--local-prefill", "never"]
-            started.append(router := Program(folder, "router", [programs / "tandem-router", *flags]))
-            http, grpc = (router.said(api + r"=(?:http://)?(\S+)") for api in ("http", "grpc"))
-            for role in ("prefill", "decode"):
-                words = ["--listen", "127.0.0.1:0", "--router", f"http://{grpc}", "--model", model]
-                words += ["--simulated", "--simulated-step-us", "1000"]
-                started.append(Program(folder, role, [programs / f"tandem-{role}-node", *words]))
-                started[-1].said(r"(joined the router)")
-            whom = ["--url", f"grpc://{grpc}", "--http", f"http://{http}"] if api == "gRPC" else ["--url", f"http://{http}"]
-            whom += ["--input", "96", "--warmup", "0"]
-            cluster.bench(tandem, *whom, *WARM_UP)
-            before = cpu_us(router.process.pid)
-            measured = cluster.bench(tandem, *whom, "--output", str(tokens), *how, "--requests", str(requests))
-            return (cpu_us(router.process.pid) - before) / requests, measured["median_ttft_ms"]
-        finally:
-            for program in started:
-                program.end(signal.SIGKILL)
+class Cluster:
+    """A router with simulated nodes of its own build."""
+
+    def __init__(self, stack, programs, tandem, model):
+        self.tandem = tandem
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-turns-"))
+        flags = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", model, "--local-prefill", "never"]
+        self.router = self.start(stack, folder, "router", [programs / "tandem-router", *flags])
+        http, grpc = (self.router.said(api + r"=(?:http://)?(\S+)") for api in ("http", "grpc"))
+        self.whom = {"HTTP": ["--url", f"http://{http}"], "gRPC": ["--url", f"grpc://{grpc}", "--http", f"http://{http}"]}
+        for role in ("prefill", "decode"):
+            words = ["--listen", "127.0.0.1:0", "--router", f"http://{grpc}", "--model", model]
+            words += ["--simulated", "--simulated-step-us", "1000"]
+            node = self.start(stack, folder, role, [programs / f"tandem-{role}-node", *words])
+            node.said(r"(joined the router)")
+
+    @staticmethod
+    def start(stack, folder, name, words):
+        program = Program(folder, name, words)
+        stack.callback(program.end, signal.SIGKILL)
+        return program
+
+    def bench(self, api, *how):
+        return cluster.bench(self.tandem, *self.whom[api], "--input", "96", "--warmup", "0", *how)
+
+    def turn(self, api, load):
+        """CPU time of the router for a request, in microseconds, and the median TTFT in milliseconds."""
+        tokens, how, requests = LOADS[load]
+        before = cpu_us(self.router.process.pid)
+        measured = self.bench(api, "--output", str(tokens), *how, "--requests", str(requests))
+        return (cpu_us(self.router.process.pid) - before) / requests, measured["median_ttft_ms"]
+
+
+def turns(args, api, load):
+    """What each turn measured of each build: of a round, with new processes."""
+    with contextlib.ExitStack() as stack:
+        # By place: both may be one folder.
+        sides = [Cluster(stack, programs, args.tandem, args.model) for programs in (args.before, args.after)]
+        for side in sides:
+            side.bench(api, *WARM_UP)
+        measured = ([], [])
+        for number in range(args.turns):
+            for which in (0, 1) if number % 2 == 0 else (1, 0):
+                measured[which].append(sides[which].turn(api, load))
+        return measured
 
 
 def main():
@@ -74,19 +98,17 @@ def main():
     default = pathlib.Path.home() / ".cache/tandem/SmolLM2-135M-Instruct.Q4_1.gguf"
     parser.add_argument("--model", type=pathlib.Path, default=default, help="of the router")
     parser.add_argument("--tandem", type=pathlib.Path, default=TARGET_DIR / "release/tandem", help="whose bench is the load")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=12, help="of each build in a round")
     parser.add_argument("--rows", default="gRPC short,HTTP short,gRPC long,HTTP long")
     args = parser.parse_args()
     print("| API, load | CPU time a request before, µs | after | after ÷ before (quartiles) | TTFT p50 before, ms | after |")
     print("|---|---:|---:|---:|---:|---:|")
     for row in args.rows.split(","):
         api, load = row.split()
-        # By place: both may be one folder.
-        builds, turns = (args.before, args.after), ([], [])
-        for number in range(args.rounds):
-            for which in (0, 1) if number % 2 == 0 else (1, 0):
-                turns[which].append(turn(builds[which], args.tandem, args.model, api, load))
-        cpu, ttft = ([[measured[what] for measured in each] for each in turns] for what in (0, 1))
+        measured = [turns(args, api, load) for _ in range(args.rounds)]
+        sides = [[turn for round in measured for turn in round[which]] for which in (0, 1)]
+        cpu, ttft = ([[turn[what] for turn in each] for each in sides] for what in (0, 1))
         low, ratio, high = quartiles([after / before for before, after in zip(*cpu)])
         before, after, ttft_before, ttft_after = (statistics.median(each) for each in (*cpu, *ttft))
         ratios = f"**{ratio:.3f}** ({low:.3f} to {high:.3f})"
