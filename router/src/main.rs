@@ -315,7 +315,7 @@ fn grpc_server(
     routes: tonic::service::Routes,
     stop: CancellationToken,
 ) -> impl Future<Output = anyhow::Result<()>> {
-    serve_grpc(port, routes, CLIENT_STREAMS, CLIENT_KEEP_ALIVE, stop)
+    serve_grpc(port.of_short_frames(), routes, CLIENT_STREAMS, CLIENT_KEEP_ALIVE, stop)
         .map_err(|error| anyhow::Error::new(error).context("the gRPC server ended"))
 }
 

@@ -34,6 +34,7 @@ pub(crate) struct Connection {
     greeting: Option<Greeting>,
     gathering: Option<Gathering>,
     lingers: Lingers,
+    joins_frames: bool,
     turn: Turn,
     place: Place,
 }
@@ -104,6 +105,7 @@ impl Connection {
             greeting: None,
             gathering: None,
             lingers: Lingers::Never,
+            joins_frames: false,
             turn: Turn::default(),
             place,
         }
@@ -122,6 +124,11 @@ impl Connection {
     /// For those who see its requests.
     pub(crate) fn calls(&self) -> Calls {
         self.place.calls()
+    }
+
+    /// The same; whether it copies HTTP/2 frames together, see [`Port::of_short_frames`](crate::Port::of_short_frames).
+    pub(crate) fn joining_frames(self, joins_frames: bool) -> Self {
+        Self { joins_frames, ..self }
     }
 
     /// The same for HTTP/2 alone.
@@ -224,7 +231,8 @@ impl AsyncWrite for Connection {
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
+        // Where it is not, h2 copies frames of less than 1,024 bytes, with it those of less than 256.
+        !self.joins_frames && self.stream.is_write_vectored()
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
