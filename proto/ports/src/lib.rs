@@ -250,7 +250,25 @@ fn is_of_the_peer(error: &io::Error) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use futures::StreamExt;
+    use tokio::io::AsyncWrite;
+
     use super::*;
+
+    /// h2 asks for no more than that to copy frames together, and hyper and tonic hand it on.
+    #[tokio::test]
+    async fn only_ports_of_short_frames_write_no_vectors() {
+        for short in [false, true] {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let address = listener.local_addr().unwrap();
+            let port = Port::new(listener, Limits::default());
+            let port = if short { port.of_short_frames() } else { port };
+            let mut incoming = Box::pin(port.incoming());
+            let (client, connection) = tokio::join!(TcpStream::connect(address), incoming.next());
+            assert_eq!(connection.unwrap().unwrap().is_write_vectored(), !short);
+            drop(client);
+        }
+    }
 
     #[test]
     fn ports_share_the_descriptors() {
