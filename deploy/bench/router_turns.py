@@ -44,7 +44,7 @@ def quartiles(ratios):
     return statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
 
 
-class Cluster:
+class Side:
     """A router with simulated nodes of its own build."""
 
     def __init__(self, stack, programs, tandem, model):
@@ -81,7 +81,7 @@ def turns(args, api, load):
     """What each turn measured of each build: of a round, with new processes."""
     with contextlib.ExitStack() as stack:
         # By place: both may be one folder.
-        sides = [Cluster(stack, programs, args.tandem, args.model) for programs in (args.before, args.after)]
+        sides = [Side(stack, programs, args.tandem, args.model) for programs in (args.before, args.after)]
         for side in sides:
             side.bench(api, *WARM_UP)
         measured = ([], [])
@@ -106,8 +106,8 @@ def main():
     print("|---|---:|---:|---:|---:|---:|")
     for row in args.rows.split(","):
         api, load = row.split()
-        measured = [turns(args, api, load) for _ in range(args.rounds)]
-        sides = [[turn for round in measured for turn in round[which]] for which in (0, 1)]
+        rounds = [turns(args, api, load) for _ in range(args.rounds)]
+        sides = [[turn for measured in rounds for turn in measured[which]] for which in (0, 1)]
         cpu, ttft = ([[turn[what] for turn in each] for each in sides] for what in (0, 1))
         low, ratio, high = quartiles([after / before for before, after in zip(*cpu)])
         before, after, ttft_before, ttft_after = (statistics.median(each) for each in (*cpu, *ttft))

@@ -231,7 +231,7 @@ impl AsyncWrite for Connection {
     }
 
     fn is_write_vectored(&self) -> bool {
-        // Where it is not, h2 copies frames of less than 1,024 bytes, with it those of less than 256.
+        // h2 copies frames together that have less than 256 bytes; where writes take no vectors, less than 1,024.
         !self.joins_frames && self.stream.is_write_vectored()
     }
 

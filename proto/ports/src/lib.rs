@@ -158,8 +158,8 @@ impl Port {
     /// server's own keep-alive pings find the dead.
     fn incoming(self) -> impl futures::Stream<Item = io::Result<Connection>> {
         unfold(self, |port| async move {
-            let connection = port.accept(&["h2"]).await.joining_frames(port.joins_frames);
-            Some((Ok(connection.greeted_within(port.limits.silence)), port))
+            let connection = port.accept(&["h2"]).await.greeted_within(port.limits.silence);
+            Some((Ok(connection), port))
         })
     }
 
@@ -185,7 +185,8 @@ impl Port {
             }
             let peer = stream.connect_info();
             let who = self.within.who();
-            return Connection::new(self.secure(stream, protocols, &who), peer, place).called_by(who);
+            let connection = Connection::new(self.secure(stream, protocols, &who), peer, place);
+            return connection.called_by(who).joining_frames(self.joins_frames);
         }
     }
 
