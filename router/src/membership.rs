@@ -59,6 +59,7 @@ pub use route::Route;
 use table::{Booked, Table};
 use table_lock::TableLock;
 pub use totals::{Breakers, DEATHS, Death, Totals};
+pub use wire::Unhurried;
 
 /// Nodes at most; the next one is refused.
 pub const MAX_NODES: usize = MOST_NODES;

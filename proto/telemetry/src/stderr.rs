@@ -1,8 +1,8 @@
 //! Standard error behind a bounded queue: a thread of its own writes, so that whoever logs never waits for whoever
 //! reads. What the queue has no room for is lost, counted, and told in the log once the reader is back.
 //!
-//! The first line after a pause is written at once. Lines that follow soon are gathered: to wake the thread for each
-//! one costs a busy router a tenth of its time.
+//! The first line after a pause is written at once. Lines that follow soon are gathered, for a time that a person who
+//! reads along does not notice: to wake the thread for each one costs a busy router a tenth of its time.
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::AsFd;
@@ -15,7 +15,7 @@ use tracing_subscriber::fmt::MakeWriter;
 /// Of lines that wait for the reader: some thousands.
 const MOST_BYTES: usize = 1 << 20;
 /// Between two writes, unless much waits already or a flush does.
-const GATHER: Duration = Duration::from_millis(20);
+const GATHER: Duration = Duration::from_millis(100);
 /// Much is the room divided by this.
 const ENOUGH: usize = 4;
 

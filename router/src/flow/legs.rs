@@ -12,7 +12,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Status};
 
 use crate::limits::MOST_ATTEMPTS;
-use crate::membership::Node;
+use crate::membership::{Node, Unhurried};
 use crate::record::timeline::Phase;
 
 /// Events of one leg. After an error or the end nothing follows. What is said to the node leaves when they are polled.
@@ -95,12 +95,18 @@ impl DecodeLeg {
     pub fn open(node: &Node, start: v1::DecodeStart) -> Self {
         // A start and a stop.
         let (commands, outbound) = Commands::new(2);
+        // The first token comes from the prefill node, which needs the reservation only once the prompt is computed.
+        let waits = start.local.is_some();
         commands.say(v1::DecodeCommand { command: Some(decode_command::Command::Start(start)) });
         let mut client = v1::decode_client::DecodeClient::new(node.client())
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
             .max_encoding_message_size(MAX_MESSAGE_BYTES);
         let events = async_stream::try_stream! {
-            let mut inbound = client.generate(Request::new(outbound)).await?.into_inner();
+            let mut request = Request::new(outbound);
+            if !waits {
+                request.extensions_mut().insert(Unhurried);
+            }
+            let mut inbound = client.generate(request).await?.into_inner();
             while let Some(event) = inbound.message().await? {
                 yield event;
             }

@@ -4,8 +4,8 @@
 //! open, which is a write later, and passes each call through three tasks on its way; a node is woken by each write.)
 //!
 //! A call is driven by whoever reads it: what is to be sent leaves when its answer is polled. Dropping it resets the
-//! call. Once the node has said more than its first word, a further call is opened, which the next one to come is put
-//! on ([`ahead`]).
+//! call. With its second message, or once the node has said more than its first word, a further call is opened, which
+//! the next one to come is put on ([`ahead`]).
 mod ahead;
 mod outbound;
 
@@ -68,6 +68,10 @@ pub(super) type Own = (HeaderMap, Option<JoinTokens>);
 /// What a connection is within, and whom it is to.
 pub(super) type Secured = (NodeTls, Wanted);
 
+/// The first word of such a call is not waited for: it has none opened ahead. An extension of its request.
+#[derive(Clone, Copy, Debug)]
+pub struct Unhurried;
+
 /// A connection that is there, or on its way.
 type Line = Shared<BoxFuture<'static, Result<Connected, Status>>>;
 
@@ -94,8 +98,9 @@ impl Wire {
         if let Some(tokens) = tokens {
             head.headers.insert(JOIN_HEADER, tokens.header());
         }
+        let hurries = head.extensions.get::<Unhurried>().is_none();
         let head = Head { uri: self.target(head.uri)?, method: head.method, headers: head.headers };
-        let call = match self.way.ahead.take(&head) {
+        let call = match hurries.then(|| self.way.ahead.take(&head)).flatten() {
             Some(call) => call,
             None => Opened::on(self.ready().await?, Arc::new(head))?,
         };
@@ -106,7 +111,7 @@ impl Wire {
             outbound.push(context);
             reply.poll_unpin(context)
         });
-        let next = Some(Next { way: self.way, line, head });
+        let next = hurries.then_some(Next { way: self.way, line, head });
         Ok(answer
             .await?
             .map(|inbound| Body::new(Answer { outbound, inbound, data_over: false, heard: false, next, _open })))
@@ -242,7 +247,7 @@ struct Answer {
     inbound: RecvStream,
     data_over: bool,
     heard: bool,
-    /// Until the node has said more than its first word.
+    /// Until it is opened.
     next: Option<Next>,
     _open: Option<Arc<()>>,
 }
@@ -269,17 +274,15 @@ impl Answer {
             // Fails only where more is given back than was taken.
             let _ = self.inbound.flow_control().release_capacity(data.len());
         }
-        self.open_next();
+        // A client waits for the first word, and opening takes both sides' time.
+        if std::mem::replace(&mut self.heard, true) {
+            self.open_next();
+        }
         Poll::Ready(data)
     }
 
-    /// With the second word, or the end: a client waits for the first one, and opening takes both sides' time.
     fn open_next(&mut self) {
-        if std::mem::replace(&mut self.heard, true)
-            && let Some(next) = self.next.take()
-        {
-            next.open();
-        }
+        self.next.take().into_iter().for_each(Next::open);
     }
 }
 
@@ -289,7 +292,10 @@ impl http_body::Body for Answer {
 
     fn poll_frame(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let answer = self.get_mut();
-        answer.outbound.push(context);
+        // The first message has left before. The node is woken for the next one anyhow.
+        if answer.outbound.push(context) {
+            answer.open_next();
+        }
         if !answer.data_over {
             if let Some(data) = ready!(answer.poll_data(context)) {
                 return Poll::Ready(Some(data.map(Frame::data).map_err(Status::from)));

@@ -25,15 +25,17 @@ impl Outbound {
     }
 
     /// Hands over all that is there, whether the node takes it now or later: messages are few, and in memory already.
-    pub fn push(&mut self, context: &mut Context<'_>) {
+    /// Whether there was something.
+    pub fn push(&mut self, context: &mut Context<'_>) -> bool {
+        let mut pushed = false;
         if !self.news.take(context.waker()) {
-            return;
+            return pushed;
         }
         let waker = Waker::from(Arc::clone(&self.news));
         let mut context = Context::from_waker(&waker);
         while let Some(body) = &mut self.body {
             let over = match Pin::new(body).poll_frame(&mut context) {
-                Poll::Pending => return,
+                Poll::Pending => break,
                 // A stream that takes nothing any more says why to those who read it.
                 Poll::Ready(Some(Ok(frame))) => {
                     frame.into_data().is_ok_and(|data| self.stream.send_data(data, false).is_err())
@@ -48,10 +50,12 @@ impl Outbound {
                     true
                 }
             };
+            pushed = true;
             if over {
                 self.body = None;
             }
         }
+        pushed
     }
 }
 

@@ -120,7 +120,13 @@ async fn a_call_and_its_first_message_are_one_write_and_the_rest_follows() {
     assert!(frames.iter().any(|kinds| kinds.ends_with(&[HEADERS, DATA])), "{frames:?}");
     messages.send("ticket".into()).unwrap();
     drop(messages);
+    writes.lock().unwrap().clear();
     assert_eq!(answer.frame().await.unwrap().unwrap().into_data().unwrap(), "token");
+    let frames = kinds(&writes.lock().unwrap()[0]);
+    assert!(
+        frames.contains(&HEADERS) && frames.contains(&DATA),
+        "the next call's head goes with the ticket: {frames:?}"
+    );
     assert_eq!(answer.frame().await.unwrap().unwrap().into_trailers().unwrap()["grpc-status"], "0");
     assert!(answer.frame().await.is_none());
     answering.await.unwrap();
@@ -232,6 +238,19 @@ async fn the_next_call_does_not_stand_in_the_way_of_the_first_word() {
     go_on.send(()).unwrap();
     assert_eq!(answer.frame().await.unwrap().unwrap().into_data().unwrap(), "delivered");
     serving.await.unwrap();
+}
+
+#[tokio::test]
+async fn where_nobody_waits_for_the_first_word_no_call_is_opened_ahead() {
+    let (mut wire, server, _) = connected().await;
+    let mut seen = counting(server, u32::MAX);
+    for call in 1..4 {
+        let (mut request, _messages) = request("start");
+        request.extensions_mut().insert(Unhurried);
+        let answer = wire.call(request).await.unwrap().into_body();
+        assert_eq!(answer.collect().await.unwrap().to_bytes(), call.to_string());
+        assert_eq!([seen.recv().await.unwrap(), seen.recv().await.unwrap()], [(call, false), (call, true)]);
+    }
 }
 
 #[tokio::test]
