@@ -393,7 +393,12 @@ impl Trailer {
             ("decode", first.decode_ms),
             ("total", first.e2e_ms),
         ];
-        let text = phases.map(|(phase, ms)| format!("{phase};dur={ms:.3}")).join(", ");
+        // As whole microseconds: to print six floats takes 2 % of a request's instructions.
+        let text = phases.map(|(phase, ms)| {
+            let us = (ms * 1e3).round() as u64;
+            format!("{phase};dur={}.{:03}", us / 1000, us % 1000)
+        });
+        let text = text.join(", ");
         if let Ok(value) = MetadataValue::try_from(text) {
             metadata.insert("server-timing", value);
         }
