@@ -1,7 +1,9 @@
 //! Nodes that do what the test says: each call is handed to the test, which reads its commands and writes its events.
+use std::collections::VecDeque;
 use std::io::Write;
 
 use candle_core::quantized::gguf_file::{self, Value};
+use futures::FutureExt;
 use tokio::net::TcpListener;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::TcpIncoming;
@@ -86,12 +88,14 @@ impl v1::decode_server::Decode for FakeNode {
 pub struct Fake<C> {
     pub node: Arc<Node>,
     calls: mpsc::Receiver<C>,
+    /// Of them, those that had said nothing when somebody looked: the router opens calls ahead.
+    silent: VecDeque<C>,
 }
 
 impl Fake<PrefillCall> {
     /// The next call, its first command read.
     pub async fn call(&mut self) -> (PrefillCall, v1::RequestSpec) {
-        let mut call = self.calls.recv().await.expect("a prefill call");
+        let mut call = self.next().await;
         let first = call.commands.message().await.expect("a command").and_then(|command| command.command);
         let Some(v1::prefill_command::Command::Start(spec)) = first else { panic!("{first:?}") };
         (call, spec)
@@ -101,17 +105,26 @@ impl Fake<PrefillCall> {
 impl Fake<DecodeCall> {
     /// The next call, its first command read.
     pub async fn call(&mut self) -> (DecodeCall, v1::DecodeStart) {
-        let mut call = self.calls.recv().await.expect("a decode call");
+        let mut call = self.next().await;
         let first = call.commands.message().await.expect("a command").and_then(|command| command.command);
         let Some(v1::decode_command::Command::Start(start)) = first else { panic!("{first:?}") };
         (call, start)
     }
 }
 
-impl<C> Fake<C> {
-    /// Nothing has come but what was read.
+impl<C, E> Fake<Call<C, E>> {
+    async fn next(&mut self) -> Call<C, E> {
+        match self.silent.pop_front() {
+            Some(call) => call,
+            None => self.calls.recv().await.expect("a call"),
+        }
+    }
+
+    /// Nothing was said but what was read.
     pub fn is_left_alone(&mut self) -> bool {
-        self.calls.try_recv().is_err()
+        self.silent.extend(std::iter::from_fn(|| self.calls.try_recv().ok()));
+        let speaks = |call: &mut Call<C, E>| matches!(call.commands.message().now_or_never(), Some(Ok(Some(_))));
+        !self.silent.iter_mut().any(speaks)
     }
 }
 
@@ -159,7 +172,7 @@ pub async fn join_prefill(service: &Service, id: &str) -> Fake<PrefillCall> {
 /// Another prefill node, of this arithmetic.
 pub async fn join_prefill_of(service: &Service, id: &str, arithmetic: &str) -> Fake<PrefillCall> {
     let (node, calls, _) = join(service, id, v1::Role::Prefill, arithmetic).await;
-    Fake { node, calls }
+    Fake { node, calls, silent: VecDeque::new() }
 }
 
 /// Another decode node.
@@ -170,7 +183,7 @@ pub async fn join_decode(service: &Service, id: &str) -> Fake<DecodeCall> {
 /// Another decode node, of this arithmetic.
 pub async fn join_decode_of(service: &Service, id: &str, arithmetic: &str) -> Fake<DecodeCall> {
     let (node, _, calls) = join(service, id, v1::Role::Decode, arithmetic).await;
-    Fake { node, calls }
+    Fake { node, calls, silent: VecDeque::new() }
 }
 
 async fn join(
