@@ -95,7 +95,7 @@ impl DecodeLeg {
     pub fn open(node: &Node, start: v1::DecodeStart) -> Self {
         // A start and a stop.
         let (commands, outbound) = Commands::new(2);
-        // The first token comes from the prefill node, which needs the reservation only once the prompt is computed.
+        // Else the first token comes from the prefill node, which computes the prompt meanwhile.
         let waits = start.local.is_some();
         commands.say(v1::DecodeCommand { command: Some(decode_command::Command::Start(start)) });
         let mut client = v1::decode_client::DecodeClient::new(node.client())

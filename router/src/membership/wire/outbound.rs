@@ -27,10 +27,10 @@ impl Outbound {
     /// Hands over all that is there, whether the node takes it now or later: messages are few, and in memory already.
     /// Whether there was something.
     pub fn push(&mut self, context: &mut Context<'_>) -> bool {
-        let mut pushed = false;
         if !self.news.take(context.waker()) {
-            return pushed;
+            return false;
         }
+        let mut pushed = false;
         let waker = Waker::from(Arc::clone(&self.news));
         let mut context = Context::from_waker(&waker);
         while let Some(body) = &mut self.body {
