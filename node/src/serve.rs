@@ -138,16 +138,15 @@ impl Running {
         tokio::spawn(serve_http(admin, admin::routes(node.clone()), stop.clone()));
         let endpoint = endpoint(config, grpc.port());
         tokio::spawn(routers::stay_joined(node.clone(), config.routers.clone(), credentials, endpoint, stop));
-        writeln!(
-            std::io::stdout(),
+        let ready = format!(
             "ready role={} grpc={grpc} admin={admin_address} transport={} device={} incarnation={}",
             role_name(node.role),
             // Who reads the line parts it at blanks.
             node.transport.names().replace(", ", "+").replace(' ', "-"),
             node.target,
             node.incarnation()
-        )
-        .context("cannot write to stdout")?;
+        );
+        tandem_telemetry::say_ready(&ready).context("cannot write to stdout")?;
         Ok(running)
     }
 

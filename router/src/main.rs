@@ -2,7 +2,6 @@
 //! in the library: read `lib.rs` next.
 mod allocator;
 
-use std::io::Write;
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -162,7 +161,7 @@ async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     tokio::spawn(grpc::follow_health(service.clone(), health));
     let registered = registration.map(|registration| registration.start(nodes_address)).transpose()?;
     let served = async {
-        writeln!(std::io::stdout(), "{ready}").context("cannot write to stdout")?;
+        tandem_telemetry::say_ready(&ready).context("cannot write to stdout")?;
         tokio::select! {
             () = signals.first() => Ok(()),
             ended = servers.join_next() => ended.context("no server runs")?.context("a server panicked")?,

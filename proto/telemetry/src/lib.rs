@@ -40,7 +40,7 @@ pub use collector::Collector;
 pub use export::Exporter;
 pub use fields::ACCESS;
 pub use log_filter::LogFilter;
-pub use logging::{Log, LogFormat, init_logging, lost_lines};
+pub use logging::{Log, LogFormat, init_logging, lost_lines, say_ready};
 pub use metrics_export::MetricsExport;
 pub use notes::Notes;
 pub use phase::{Kind, Phase, Value};

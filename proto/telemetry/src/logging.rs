@@ -4,7 +4,7 @@
 //! stderr (`stderr`).
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::fmt::{self, Display};
-use std::io::{IsTerminal, Write};
+use std::io::{self, IsTerminal, Write};
 use std::str::FromStr;
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -50,7 +50,7 @@ impl Display for LogFormat {
     }
 }
 
-/// How long the end of a process waits for whoever reads its log.
+/// How long a process waits for whoever reads its log, at its end and before it says that it is ready.
 const LAST_LINES: Duration = Duration::from_secs(1);
 
 /// The log of this process.
@@ -71,7 +71,7 @@ pub struct Log {
 impl Log {
     /// The last word of a process that fails, after all that it logged.
     pub fn fatal(&mut self, error: impl Display) {
-        let _ = self.lines.write_all(format!("error: {error}\n").as_bytes());
+        let _ = self.lines.urgent().write_all(format!("error: {error}\n").as_bytes());
     }
 }
 
@@ -82,13 +82,25 @@ impl Drop for Log {
     }
 }
 
+/// Writes, to stdout, the line that whoever started this process waits for. All that was logged before stands before it.
+///
+/// # Errors
+/// Standard output takes nothing.
+pub fn say_ready(line: &str) -> io::Result<()> {
+    if let Some(lines) = LINES.get() {
+        // A reader of the log that does not read holds up no start.
+        let _ = lines.flush_within(LAST_LINES);
+    }
+    writeln!(io::stdout(), "{line}")
+}
+
 /// Starts logging for this process. What cannot be written (a full disk) is lost, and the process goes on. A second
 /// call keeps the first set-up, which is what tests want.
 pub fn init_logging(service: &'static str, filter: &LogFilter, format: LogFormat) -> Log {
     let writer = LINES.get_or_init(|| Lines::to_stderr(lost_notice(format), service)).clone();
     let lines = lines::layer()
         .with_writer(writer.clone())
-        .with_ansi(std::io::stderr().is_terminal())
+        .with_ansi(io::stderr().is_terminal())
         .with_target(false)
         // It would say on standard error that nothing can be written there, and panic because that fails.
         .log_internal_errors(false);
@@ -110,7 +122,7 @@ fn panic_into(lines: Lines) {
         let thread = std::thread::current();
         let (thread, trace) = (thread.name().unwrap_or("without a name"), Backtrace::capture());
         let trace = if trace.status() == BacktraceStatus::Captured { format!("\n{trace}") } else { String::new() };
-        let _ = lines.clone().write_all(format!("thread {thread}: {panic}{trace}\n").as_bytes());
+        let _ = lines.urgent().write_all(format!("thread {thread}: {panic}{trace}\n").as_bytes());
     }));
 }
 

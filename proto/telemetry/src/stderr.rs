@@ -2,7 +2,8 @@
 //! reads. What the queue has no room for is lost, counted, and told in the log once the reader is back.
 //!
 //! The first line after a pause is written at once. Lines that follow soon are gathered, for a time that a person who
-//! reads along does not notice: to wake the thread for each one costs a busy router a tenth of its time.
+//! reads along does not notice: to wake the thread for each one costs a busy router a tenth of its time. A warning or an
+//! error waits for nothing: a process that is killed right after it has said why.
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::AsFd;
@@ -10,11 +11,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use tracing::{Level, Metadata};
 use tracing_subscriber::fmt::MakeWriter;
 
 /// Of lines that wait for the reader: some thousands.
 const MOST_BYTES: usize = 1 << 20;
-/// Between two writes, unless much waits already or a flush does.
+/// Between two writes, unless much waits already, or a warning, or a flush.
 const GATHER: Duration = Duration::from_millis(100);
 /// Much is the room divided by this.
 const ENOUGH: usize = 4;
@@ -24,6 +26,8 @@ const ENOUGH: usize = 4;
 pub(crate) struct Lines {
     queue: Arc<Queue>,
     most_bytes: usize,
+    /// What this handle writes waits for no other line.
+    urgent: bool,
 }
 
 #[derive(Debug, Default)]
@@ -39,6 +43,8 @@ struct State {
     writing: bool,
     /// The thread sleeps until somebody has a line; else it looks by itself.
     asleep: bool,
+    /// Something urgent waits.
+    urgent: bool,
     /// Who waits until all is written.
     flushing: usize,
     /// Since the last notice.
@@ -58,17 +64,28 @@ impl Lines {
             Ok(stderr) => Box::new(File::from(stderr)),
             Err(_) => Box::new(io::sink()),
         };
-        Self::start(out, MOST_BYTES, notice, service)
+        Self::start(out, MOST_BYTES, GATHER, notice, service)
     }
 
-    fn start(out: Box<dyn Write + Send>, most_bytes: usize, notice: Notice, service: &'static str) -> Self {
+    fn start(
+        out: Box<dyn Write + Send>,
+        most_bytes: usize,
+        gather: Duration,
+        notice: Notice,
+        service: &'static str,
+    ) -> Self {
         let queue = Arc::new(Queue::default());
         let writer = Arc::clone(&queue);
         let started = thread::Builder::new()
             .name("log".to_owned())
-            .spawn(move || writer.serve(out, most_bytes / ENOUGH, |lost| notice(lost, service)));
+            .spawn(move || writer.serve(out, most_bytes / ENOUGH, gather, |lost| notice(lost, service)));
         // Without the thread nothing is ever taken out: what is logged is lost, and counted.
-        Self { queue, most_bytes: if started.is_ok() { most_bytes } else { 0 } }
+        Self { queue, most_bytes: if started.is_ok() { most_bytes } else { 0 }, urgent: false }
+    }
+
+    /// A handle to the same queue, for lines that are written at once.
+    pub fn urgent(&self) -> Self {
+        Self { urgent: true, ..self.clone() }
     }
 
     /// Lines that found no room.
@@ -96,8 +113,9 @@ impl Lines {
         } else {
             state.waiting.extend_from_slice(line);
         }
-        let wakes = state.asleep || state.waiting.len() >= self.most_bytes / ENOUGH;
+        let wakes = state.asleep || self.urgent || state.waiting.len() >= self.most_bytes / ENOUGH;
         state.asleep = false;
+        state.urgent |= self.urgent;
         drop(state);
         if wakes {
             self.queue.came.notify_one();
@@ -117,13 +135,14 @@ impl Queue {
     }
 
     /// Forever. What cannot be written (a full disk) is gone, and the next lines are tried.
-    fn serve(&self, mut out: Box<dyn Write + Send>, enough: usize, notice: impl Fn(u64) -> String) {
+    fn serve(&self, mut out: Box<dyn Write + Send>, enough: usize, gather: Duration, notice: impl Fn(u64) -> String) {
         let mut taken = Vec::new();
         loop {
             let mut state = self.news();
             state.writing = true;
             std::mem::swap(&mut taken, &mut state.waiting);
             let untold = std::mem::take(&mut state.untold);
+            state.urgent = false;
             drop(state);
             let _ = out.write_all(&taken);
             if untold > 0 {
@@ -133,8 +152,8 @@ impl Queue {
             let mut state = self.lock();
             state.writing = false;
             self.written.notify_all();
-            let may_wait = |state: &mut State| state.flushing == 0 && state.waiting.len() < enough;
-            drop(self.came.wait_timeout_while(state, GATHER, may_wait));
+            let may_wait = |state: &mut State| !state.urgent && state.flushing == 0 && state.waiting.len() < enough;
+            drop(self.came.wait_timeout_while(state, gather, may_wait));
         }
     }
 
@@ -166,6 +185,10 @@ impl<'a> MakeWriter<'a> for Lines {
     fn make_writer(&'a self) -> Self {
         self.clone()
     }
+
+    fn make_writer_for(&'a self, line: &Metadata<'_>) -> Self {
+        Self { urgent: *line.level() <= Level::WARN, ..self.clone() }
+    }
 }
 
 #[cfg(test)]
@@ -192,15 +215,15 @@ mod tests {
         }
     }
 
-    fn read_by_hand(most_bytes: usize) -> (Lines, mpsc::Sender<()>, mpsc::Receiver<String>) {
+    fn read_by_hand(most_bytes: usize, gather: Duration) -> (Lines, mpsc::Sender<()>, mpsc::Receiver<String>) {
         let ((take, may_take), (tell, taken)) = (mpsc::channel(), mpsc::channel());
         let reader = Box::new(Reader { may_take, taken: tell });
-        (Lines::start(reader, most_bytes, |lost, who| format!("{who}: {lost} lost\n"), "test"), take, taken)
+        (Lines::start(reader, most_bytes, gather, |lost, who| format!("{who}: {lost} lost\n"), "test"), take, taken)
     }
 
     #[test]
     fn a_stopped_reader_holds_nobody_and_learns_what_it_missed() {
-        let (mut lines, take, taken) = read_by_hand(40);
+        let (mut lines, take, taken) = read_by_hand(40, GATHER);
         lines.write_all(b"the first line\n").unwrap();
         // The writer has it, and waits for the reader.
         while !(lines.queue.lock().writing && lines.queue.lock().waiting.is_empty()) {
@@ -224,7 +247,7 @@ mod tests {
 
     #[test]
     fn lines_that_come_together_are_written_together_and_none_waits_for_a_next_one() {
-        let (mut lines, take, taken) = read_by_hand(4_000);
+        let (mut lines, take, taken) = read_by_hand(4_000, GATHER);
         lines.write_all(b"the first line\n").unwrap();
         take.send(()).unwrap();
         assert_eq!(taken.recv().unwrap(), "the first line\n");
@@ -247,8 +270,21 @@ mod tests {
     }
 
     #[test]
+    fn a_warning_waits_for_no_other_line() {
+        let (mut lines, take, taken) = read_by_hand(4_000, Duration::from_secs(3_600));
+        lines.write_all(b"the first line\n").unwrap();
+        take.send(()).unwrap();
+        assert_eq!(taken.recv().unwrap(), "the first line\n");
+        lines.write_all(b"gathered\n").unwrap();
+        lines.urgent().write_all(b"a warning\n").unwrap();
+        take.send(()).unwrap();
+        take.send(()).unwrap();
+        assert!(taken.recv().unwrap().starts_with("gathered\n"), "with what came before it");
+    }
+
+    #[test]
     fn what_cannot_be_written_ends_nothing() {
-        let (mut lines, take, taken) = read_by_hand(100);
+        let (mut lines, take, taken) = read_by_hand(100, GATHER);
         drop((take, taken));
         lines.write_all(b"to nobody\n").unwrap();
         assert!(lines.flush_within(Duration::from_secs(60)));
