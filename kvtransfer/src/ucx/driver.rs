@@ -40,8 +40,10 @@ const MISSES_PER_TURN: usize = 16;
 const TURNS_TO_YIELD: u32 = 8;
 /// Longest sleep, and the grain of deadlines.
 const TICK: Duration = Duration::from_millis(100);
-/// Sleep while an endpoint closes: UCX has no event for that.
-const CLOSING_TICK: Duration = Duration::from_millis(1);
+/// Sleep while an endpoint closes, or something waits for room in a peer's ring: UCX has no event for that.
+const BLIND_TICK: Duration = Duration::from_millis(1);
+/// A ring that has been full for so long has a reader that does not run, or needs this core.
+const FULL: Duration = Duration::from_millis(3);
 /// UCX looks for dead peers in one call of progress out of 32, however long ago the last one was.
 const KEEPALIVE_TURNS: usize = 33;
 /// More than any of UCX's queues is long.
@@ -127,14 +129,15 @@ impl Driver {
                 continue;
             }
             self.sending.return_credit();
-            if now.duration_since(active) < self.desk.config.spin && !self.desk.one_copy.is_busy() {
+            let idle = now.duration_since(active);
+            if idle < self.desk.config.spin && !self.desk.one_copy.is_busy() {
                 idle_turns += 1;
                 // Somebody else may need the core, the peer first of all.
                 if idle_turns.is_multiple_of(TURNS_TO_YIELD) {
                     std::thread::yield_now();
                 }
             } else {
-                self.sleep();
+                self.sleep(idle);
             }
         }
         self.shut_down();
@@ -322,6 +325,7 @@ impl Driver {
         // A block may be so long that it needs what is kept back.
         self.sending.return_credit();
         (0..KEEPALIVE_TURNS).for_each(|_| _ = self.desk.worker.progress());
+        self.prober.iter().for_each(Prober::tend);
         self.receiving.sweep(now);
         self.sending.give_up_unwelcome(&mut self.desk, now);
         self.desk.give_up_overdue(now);
@@ -489,20 +493,23 @@ impl Driver {
         self.handle_events();
     }
 
-    fn sleep(&mut self) {
+    fn sleep(&mut self, idle: Duration) {
         let queue = self.desk.shared.queue.clone();
         if !queue.prepare_sleep() {
             return;
         }
         let flying = self.prober.as_ref().is_some_and(Prober::is_flying);
         let hurry = self.desk.endpoints.is_closing() || self.custody.has_waiting() || flying;
-        let timeout = if hurry { CLOSING_TICK } else { TICK };
+        let timeout = if hurry { BLIND_TICK } else { TICK };
         match self.desk.worker.arm() {
             Ok(true) if inbox::is_empty() => poll([self.desk.worker.event_fd(), queue.event_fd()], timeout),
-            Ok(_) => {}
+            Ok(true) => {}
+            // UCX wants more turns, and in turn after turn it did nothing: a frame waits for room in a peer's ring.
+            Ok(false) if idle < FULL => std::thread::yield_now(),
+            Ok(false) => poll([queue.event_fd(); 2], BLIND_TICK),
             Err(error) => {
                 tracing::error!(%error, "UCX has no wake-up");
-                poll([queue.event_fd(); 2], CLOSING_TICK);
+                poll([queue.event_fd(); 2], BLIND_TICK);
             }
         }
         queue.woke();

@@ -191,12 +191,19 @@ struct Receiver {
 impl Receiver {
     /// It works from the moment that `start` says so, or is gone. `None`: there is no UCX here.
     fn new(start: std::sync::mpsc::Receiver<()>) -> Option<Self> {
+        Self::that(move |driver| {
+            let _ = start.recv();
+            driver.run();
+        })
+    }
+
+    /// One whose driver is left to `work`. `None`: there is no UCX here.
+    fn that(work: impl FnOnce(Driver) + Send + 'static) -> Option<Self> {
         let (known, told) = std::sync::mpsc::channel();
         let thread = std::thread::spawn(move || {
             let Some(driver) = driver() else { return };
             let _ = known.send(driver.desk.shared.clone());
-            let _ = start.recv();
-            driver.run();
+            work(driver);
         });
         let shared = told.recv().ok()?;
         Some(Self { shared, thread })
@@ -497,6 +504,68 @@ fn hand_off(sender: &mut Driver, receiver: &Receiver, runtime: &tokio::runtime::
     }
     runtime.block_on(verified).expect("no panic").expect("verified");
     took
+}
+
+/// One whose UCX says every few milliseconds that it lives: rings that nobody reads are soon full.
+fn talkative() -> Option<Driver> {
+    driver_with(UcxConfig { keep_alive: Duration::from_millis(5), ..UcxConfig::new(UcxProfile::Shm) })
+}
+
+/// Turns for so long, as a driver that has nothing to do makes them. Whether it could sleep then.
+fn may_sleep_after(driver: &mut Driver, time: Duration) -> bool {
+    let until = Instant::now() + time;
+    while Instant::now() < until {
+        driver.turn();
+        std::thread::yield_now();
+    }
+    (0..100).any(|_| {
+        driver.turn();
+        driver.desk.worker.arm() == Ok(true)
+    })
+}
+
+#[test]
+fn an_idle_driver_can_sleep_however_long_it_is_there() {
+    let Some(mut driver) = talkative() else { return };
+    let (_, start) = std::sync::mpsc::channel();
+    let Some(peer) = Receiver::new(start) else { return };
+    let _opening = opening(&mut driver, &peer);
+    // A probe that finds this worker's ring full, as under load: UCX makes the two workers known to each other.
+    if let Some(prober) = &mut driver.prober {
+        (0..32).for_each(|_| _ = prober.send(false, Instant::now()));
+    }
+    for _ in 0..200 {
+        driver.prober.iter().for_each(Prober::tend);
+        driver.turn();
+    }
+    assert!(may_sleep_after(&mut driver, Duration::from_secs(2)), "a ring is full, and nobody empties it");
+    peer.end();
+}
+
+#[test]
+fn a_driver_before_a_full_ring_leaves_its_core_to_others() {
+    let Some(mut driver) = talkative() else { return };
+    let (tell, told) = std::sync::mpsc::channel();
+    let Some(peer) = Receiver::that(move |mut receiver| {
+        // It reads until it is told to stand still, and again from the next word on.
+        while told.try_recv().is_err() {
+            receiver.turn();
+        }
+        let _ = told.recv();
+        receiver.run();
+    }) else {
+        return;
+    };
+    let _opening = opening(&mut driver, &peer);
+    assert!(may_sleep_after(&mut driver, Duration::from_millis(500)), "the peer reads");
+    tell.send(()).expect("it is there");
+    assert!(!may_sleep_after(&mut driver, Duration::from_secs(2)), "the peer's ring is full");
+    let start = Instant::now();
+    driver.sleep(FULL);
+    assert!(start.elapsed() >= BLIND_TICK, "{:?}", start.elapsed());
+    tell.send(()).expect("it is there");
+    assert!(may_sleep_after(&mut driver, Duration::from_secs(1)), "the peer reads again");
+    peer.end();
 }
 
 #[test]

@@ -24,6 +24,8 @@ const AFTER_LOSS: Duration = Duration::from_millis(300);
 const ROUTINE: Duration = Duration::from_secs(5);
 /// And as many turns, because a busy machine may not let this thread run.
 const MIN_TURNS: u32 = 200;
+/// More than a ring holds.
+const TEND_TURNS: usize = 64;
 /// Between two probes without a loss.
 const EVERY: Duration = Duration::from_secs(1);
 
@@ -98,6 +100,17 @@ impl Prober {
     /// The frame under way is here.
     pub(super) fn arrived(&mut self) {
         self.flight = None;
+    }
+
+    /// Takes what UCX's keepalive has written into the second worker's ring. Once a probe has met a full ring, the two
+    /// workers know each other, and UCX tells this one every second that the other lives. A probe that arrives at once
+    /// leaves this one no turn. Eight such words unread, and the driver would wait for room, awake, for ever.
+    pub(super) fn tend(&self) {
+        for _ in 0..TEND_TURNS {
+            if !self.worker.progress() {
+                break;
+            }
+        }
     }
 
     /// Lets it fly. False: it did not arrive in time.

@@ -64,6 +64,8 @@ pub struct UcxConfig {
     pub operators: Vec<String>,
     /// How long the driver looks for work before it sleeps. Waking costs some 45 µs; spinning costs a core.
     pub spin: Duration,
+    /// UCX asks each peer so often whether it lives, and finds a dead one within this time.
+    pub keep_alive: Duration,
     /// Longest range of one message.
     pub max_range_bytes: usize,
     /// Bytes in flight to one peer.
@@ -111,6 +113,8 @@ impl UcxConfig {
             operators: Vec::new(),
             // It yields at every turn; still, on two cores the engine needs both.
             spin: Duration::from_micros(if cores < 4 { 100 } else { 200 }),
+            // UCX's own is 20 s.
+            keep_alive: Duration::from_secs(1),
             max_range_bytes: 1 << 20,
             credit_bytes: 64 << 20,
             stall_timeout: Duration::from_secs(5),
@@ -133,8 +137,8 @@ impl UcxConfig {
     }
 
     fn own_settings(&self, on_device: bool) -> Vec<(&'static str, String)> {
-        // Found dead within one interval; UCX's default is 20 s.
-        let mut settings = vec![("TLS", self.transports(on_device)), ("KEEPALIVE_INTERVAL", "1s".to_owned())];
+        let keep_alive = format!("{}us", self.keep_alive.as_micros());
+        let mut settings = vec![("TLS", self.transports(on_device)), ("KEEPALIVE_INTERVAL", keep_alive)];
         if on_device && self.profile == UcxProfile::Shm {
             settings.extend(READS.map(|(name, value)| (name, value.to_owned())));
         }
