@@ -304,6 +304,8 @@ async fn respond(
     caller: Caller,
     model: Arc<ModelText>,
 ) -> Result<Response<Responses>, Status> {
+    // The requests go first: what follows is of use when there are tokens.
+    tokio::task::yield_now().await;
     let head = head(&caller.root.to_string(), &caller.request_id);
     let (mut trailer, trailing_head) = (Trailer::new(choices.len()), head.clone());
     let mut events = merged(choices);

@@ -45,6 +45,8 @@ pub(super) async fn answer(service: &Service, caller: &Caller, job: Job) -> Resu
     let Checked { options, requests, infos } = checked;
     // What the flow refuses, it counts itself.
     let streams = service.generate_all(requests)?;
+    // The requests go first: what follows is of use when there are tokens.
+    tokio::task::yield_now().await;
     let model = Arc::clone(service.model());
     let spell: Spell = Arc::new(move |id| model.token(id));
     let response = if options.stream {
