@@ -82,7 +82,7 @@ impl Drop for Log {
     }
 }
 
-/// Writes, to stdout, the line that whoever started this process waits for. All that was logged before stands before it.
+/// Writes, to stdout, the line that whoever started this process waits for. What was logged before stands before it.
 ///
 /// # Errors
 /// Standard output takes nothing.

@@ -2,8 +2,8 @@
 //! reads. What the queue has no room for is lost, counted, and told in the log once the reader is back.
 //!
 //! The first line after a pause is written at once. Lines that follow soon are gathered, for a time that a person who
-//! reads along does not notice: to wake the thread for each one costs a busy router a tenth of its time. A warning or an
-//! error waits for nothing: a process that is killed right after it has said why.
+//! reads along does not notice: to wake the thread for each one costs a busy router a tenth of its time. Warnings and
+//! errors wait for nothing, so that a process that is killed right after them has said why.
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::AsFd;
