@@ -2,7 +2,7 @@
 //! then its message is read within bounds of time, and of memory for all calls together. A stranger's call costs no
 //! more than its headers.
 use std::convert::Infallible;
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,9 +10,8 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use futures::{Stream, StreamExt};
-use http::request::Parts;
 use http_body::{Body as _, Frame};
-use http_body_util::{BodyStream, StreamBody};
+use http_body_util::{BodyExt, StreamBody};
 use prost::bytes::Bytes;
 use tandem_proto::{Error, MAX_MESSAGE_BYTES};
 use tandem_telemetry::clock;
@@ -31,8 +30,6 @@ use crate::intake::{FREE_BYTES, Intake, LARGE_BYTES, Reserved};
 
 /// A call's message takes this long at most; one that has room in the [`Intake`], as long as that says.
 const READ_LIMIT: Duration = Duration::from_secs(60);
-/// Frames that may come with a call's headers and are looked at before all else: the message, and its end.
-const FRAMES_HERE: usize = 2;
 /// What stands before each message: a flag and its length.
 const PREFIX_BYTES: usize = 5;
 /// A decoded message is larger than its bytes: a token id of one byte becomes four, in a list that grows by doubling.
@@ -115,18 +112,36 @@ impl tower::Service<http::Request<Body>> for Guarded {
         let room = Room::default();
         request.extensions_mut().insert(tenant);
         request.extensions_mut().insert(room.clone());
-        let (service, mut inner) = (self.service.clone(), self.inner.clone());
-        Box::pin(async move {
-            let (head, mut body) = request.into_parts();
-            let packing = Packing::of(&head.headers);
-            let known = room.clone();
-            let here = Arrived::of(&mut body).await;
-            let response = if here.is_little_message(packing) {
-                inner.call(http::Request::from_parts(head, stream_body(here.frames))).await?
-            } else {
-                let frames = Box::pin(bounded(here.before(body), packing, service.intake().clone(), room));
-                Box::pin(read(inner, service.intake(), head, packing, frames)).await?
+        let (service, known) = (self.service.clone(), room.clone());
+        let (intake, elsewhere) = (self.service.intake().clone(), self.service.intake().clone());
+        let (head, body) = request.into_parts();
+        let packing = Packing::of(&head.headers);
+        let mut frames = Box::pin(bounded(body, packing, intake, room));
+        let mut inner = self.inner.clone();
+        let answer = async move {
+            // The first frames say how long the message is.
+            let mut first = Vec::new();
+            let prefix = loop {
+                match announced(&first) {
+                    None if first.len() < PREFIX_BYTES => {}
+                    prefix => break prefix,
+                }
+                let Some(frame) = frames.next().await else { break None };
+                first.push(frame);
             };
+            // What is longer than a message may be is refused by its prefix: nothing more of it is read.
+            let here = |prefix: Prefix| prefix.bytes > MAX_MESSAGE_BYTES || !prefix.is_large(packing);
+            if prefix.is_none_or(here) {
+                let all = futures::stream::iter(first).chain(frames);
+                return inner.call(http::Request::from_parts(head, Body::new(StreamBody::new(all)))).await;
+            }
+            while let Some(frame) = frames.next().await {
+                first.push(frame);
+            }
+            decode_elsewhere(inner, &elsewhere, http::Request::from_parts(head, first)).await
+        };
+        Box::pin(async move {
+            let response = answer.await?;
             // What is no message comes to no handler.
             let unread =
                 Status::from_header_map(response.headers()).filter(|_| !known.0.is_read.load(Ordering::Relaxed));
@@ -138,100 +153,19 @@ impl tower::Service<http::Request<Body>> for Guarded {
     }
 }
 
-type Arriving = Result<Frame<Bytes>, Status>;
-
-/// What has come of a message with its headers.
-struct Arrived {
-    frames: Vec<Arriving>,
-    /// And nothing comes behind it.
-    is_all: bool,
-}
-
-impl Arrived {
-    /// Waits for nothing.
-    async fn of(body: &mut Body) -> Self {
-        let mut here = Self { frames: Vec::new(), is_all: false };
-        poll_fn(|context| {
-            while here.frames.len() < FRAMES_HERE && !here.is_all {
-                match Pin::new(&mut *body).poll_frame(context) {
-                    Poll::Ready(frame) => here.take(frame, body.is_end_stream()),
-                    Poll::Pending => break,
-                }
-            }
-            Poll::Ready(())
-        })
-        .await;
-        here
-    }
-
-    fn take(&mut self, frame: Option<Arriving>, is_last: bool) {
-        self.is_all = is_last || frame.is_none();
-        self.frames.extend(frame);
-    }
-
-    fn bytes(&self) -> usize {
-        self.frames.iter().flatten().filter_map(Frame::data_ref).map(Bytes::len).sum()
-    }
-
-    /// One message, whole, and so little that it takes no room: as most come.
-    fn is_little_message(&self, packing: Packing) -> bool {
-        self.is_all
-            && announced(&self.frames).is_some_and(|prefix| {
-                self.bytes() == prefix.bytes.saturating_add(PREFIX_BYTES) && prefix.unpacked(packing) < FREE_BYTES
-            })
-    }
-
-    /// All of the message's frames.
-    fn before(self, body: Body) -> impl Stream<Item = Arriving> + Send {
-        let rest = if self.is_all { Body::empty() } else { body };
-        futures::stream::iter(self.frames).chain(BodyStream::new(rest))
-    }
-}
-
-fn stream_body(frames: Vec<Arriving>) -> Body {
-    Body::new(StreamBody::new(futures::stream::iter(frames)))
-}
-
-/// Reads a message that is not here, or is not little, and serves it.
-async fn read(
-    mut inner: Inference,
-    intake: &Intake,
-    head: Parts,
-    packing: Packing,
-    mut frames: Pin<Box<impl Stream<Item = Arriving> + Send + 'static>>,
-) -> Result<http::Response<Body>, Infallible> {
-    // The first frames say how long the message is.
-    let mut first = Vec::new();
-    let prefix = loop {
-        match announced(&first) {
-            None if first.len() < PREFIX_BYTES => {}
-            prefix => break prefix,
-        }
-        let Some(frame) = frames.next().await else { break None };
-        first.push(frame);
-    };
-    // What is longer than a message may be is refused by its prefix: nothing more of it is read.
-    let here = |prefix: Prefix| prefix.bytes > MAX_MESSAGE_BYTES || !prefix.is_large(packing);
-    if prefix.is_none_or(here) {
-        let all = futures::stream::iter(first).chain(frames);
-        return inner.call(http::Request::from_parts(head, Body::new(StreamBody::new(all)))).await;
-    }
-    while let Some(frame) = frames.next().await {
-        first.push(frame);
-    }
-    decode_elsewhere(inner, intake, http::Request::from_parts(head, first)).await
-}
-
 /// Serves a large message, all of whose frames are here, on a thread of its own: the reactor is not held up while its
 /// ids become a list, and when that thread ends, the memory that the list took goes back to the system. The room of
 /// these messages bounds the threads.
 async fn decode_elsewhere(
     mut inner: Inference,
     intake: &Intake,
-    request: http::Request<Vec<Arriving>>,
+    request: http::Request<Vec<Result<Frame<Bytes>, Status>>>,
 ) -> Result<http::Response<Body>, Infallible> {
     let runtime = tokio::runtime::Handle::current();
-    let serve = move || runtime.block_on(inner.call(request.map(stream_body)));
+    let serve = move || {
+        let request = request.map(|frames| Body::new(StreamBody::new(futures::stream::iter(frames))));
+        runtime.block_on(inner.call(request))
+    };
     let served = intake.behind(serve).await;
     served.unwrap_or_else(|_| Ok(Status::internal("the message could not be read").into_http()))
 }
@@ -240,18 +174,17 @@ async fn decode_elsewhere(
 /// beginning; for a long one, room is asked before more of it is read, and HTTP/2's flow control holds the client back
 /// meanwhile.
 fn bounded(
-    body: impl Stream<Item = Arriving> + Send,
+    mut body: Body,
     packing: Packing,
     intake: Intake,
     room: Room,
-) -> impl Stream<Item = Arriving> + Send {
+) -> impl Stream<Item = Result<Frame<Bytes>, Status>> + Send {
     let mut deadline = Instant::now() + READ_LIMIT;
     async_stream::try_stream! {
-        let mut body = std::pin::pin!(body);
         let (mut start, mut arrived) = (Vec::with_capacity(PREFIX_BYTES), 0_usize);
-        loop {
+        while !body.is_end_stream() {
             let slow = |_| Status::deadline_exceeded("the message did not arrive in time");
-            let Some(frame) = timeout_at(deadline, body.next()).await.map_err(slow)? else { break };
+            let Some(frame) = timeout_at(deadline, body.frame()).await.map_err(slow)? else { break };
             let frame = frame?;
             arrived = arrived.saturating_add(frame.data_ref().map_or(0, Bytes::len));
             if let Some(data) = frame.data_ref().filter(|_| start.len() < PREFIX_BYTES) {
@@ -272,7 +205,7 @@ fn bounded(
 }
 
 /// What stands before the message, once the frames that say it are here.
-fn announced(frames: &[Arriving]) -> Option<Prefix> {
+fn announced(frames: &[Result<Frame<Bytes>, Status>]) -> Option<Prefix> {
     let data = frames.iter().flatten().filter_map(Frame::data_ref);
     Prefix::read(&data.flatten().take(PREFIX_BYTES).copied().collect::<Vec<u8>>())
 }
