@@ -357,11 +357,11 @@ impl Fleet {
     /// # Errors
     /// The router does not answer.
     pub async fn router_view(&self) -> anyhow::Result<String> {
-        Ok(reqwest::get(format!("{}/debug/cluster", self.router.url("http"))).await?.text().await?)
+        Ok(reqwest::get(format!("{}/debug/cluster", self.router.operators_url())).await?.text().await?)
     }
 
     async fn listed(&self) -> anyhow::Result<Vec<String>> {
-        let url = format!("{}/debug/cluster", self.router.url("http"));
+        let url = format!("{}/debug/cluster", self.router.operators_url());
         let cluster: serde_json::Value = reqwest::get(url).await?.json().await?;
         let nodes = cluster["nodes"].as_array().context("a list of nodes")?;
         let ready = nodes.iter().filter(|node| node["draining"] == false);
