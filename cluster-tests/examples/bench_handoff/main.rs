@@ -2,13 +2,16 @@
 //!
 //! Two clusters of one prefill and one decode node take turns with the same prompts: one pushes the KV while it
 //! computes (`--push overlap`, the default), the other all of it after the forward pass (`--push whole`). The figures
-//! are those that every client gets with its last message, and the client's own gaps between tokens.
+//! are those that every client gets with its last message, and the client's own gaps between tokens. Beside them stands
+//! what the machine takes to copy as much memory, and to read it after it lay as long.
+mod machine;
 mod shaped;
 mod table;
 
 use std::path::{Path, PathBuf};
 
 use clap::Parser;
+use machine::Machine;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use shaped::Shaped;
@@ -61,15 +64,18 @@ async fn main() -> anyhow::Result<()> {
             clusters.push(Cluster::start(push, transport, shaped.as_ref(), &args, dir.path()).await?);
         }
         for &prompt in &args.prompts {
-            let mut measured = [Vec::new(), Vec::new()];
+            let machine = Machine::new(clusters[0].measure(&random_prompt(prompt, u64::MAX)).await?.bytes)?;
+            let (mut measured, mut references) = ([Vec::new(), Vec::new()], Vec::new());
             for round in 0..args.rounds {
                 let tokens = random_prompt(prompt, round as u64);
                 for (cluster, measured) in clusters.iter().zip(&mut measured) {
+                    machine.write();
                     measured.push(cluster.measure(&tokens).await?);
+                    references.push(machine.measure());
                 }
             }
             let [whole, overlap] = measured;
-            let row = Row { link: link.clone(), prompt, whole, overlap };
+            let row = Row { link: link.clone(), prompt, whole, overlap, references };
             eprintln!("{link}, {prompt} tokens: done");
             rows.push(row);
         }
