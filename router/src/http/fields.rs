@@ -43,6 +43,11 @@ impl<'de> Deserialize<'de> for Fields<'de> {
     }
 }
 
+/// A string, lent by the body where nothing in it is escaped: some have megabytes.
+#[derive(Deserialize)]
+#[serde(transparent)]
+pub(super) struct Lent<'a>(#[serde(borrow)] pub Cow<'a, str>);
+
 /// Up to `MOST` items; an array of more is an error before they are all in memory.
 #[derive(Debug)]
 pub(super) struct AtMost<T, const MOST: usize>(pub Vec<T>);
@@ -223,6 +228,18 @@ mod tests {
         }
         assert_eq!(fields.get::<u32>("d"), Ok(None));
         assert_eq!(fields.get::<u32>("z"), Ok(None));
+    }
+
+    #[test]
+    fn a_text_without_escapes_is_no_copy() {
+        let json = r#"{"plain": "héllo", "escaped": "h\u00e9llo\n", "empty": "", "number": 1}"#;
+        let fields = Fields::parse(json).unwrap();
+        let text = |name| fields.get::<Lent>(name).map(|text| text.map(|Lent(text)| text));
+        assert!(matches!(text("plain"), Ok(Some(Cow::Borrowed("héllo")))));
+        assert_eq!(text("escaped"), Ok(Some(Cow::Borrowed("héllo\n"))));
+        assert_eq!(text("empty"), Ok(Some(Cow::Borrowed(""))));
+        let error = text("number").unwrap_err();
+        assert!(error.message.contains("expected a string"), "{}", error.message);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use serde::{Serialize, Serializer};
 use tandem_proto::{Error, ErrorCode, ErrorKind};
 
 use super::error::ApiError;
-use super::fields::{Fields, Neutral, seeded};
+use super::fields::{Fields, Lent, Neutral, seeded};
 use super::ids::AtMostIds;
 use super::{Caller, body, chat, check_model};
 use crate::api::Service;
@@ -35,8 +35,8 @@ pub(super) async fn tokenize(
 fn tokens_of(model: &ModelText, json: &str) -> Result<Response, ApiError> {
     let fields = Fields::parse(json)?;
     check_model(model, fields.get::<String>("model")?.as_deref())?;
-    let tokens = match fields.get::<String>("prompt")? {
-        Some(text) => {
+    let tokens = match fields.get("prompt")? {
+        Some(Lent(text)) => {
             fields.refuse(UNSUPPORTED)?;
             model.encode(&text, SpecialTokens::Parse)?
         }
