@@ -176,7 +176,10 @@ impl Admission {
                         started,
                     }
                 };
-                Ok(places.into_iter().zip(costs).map(entry).collect())
+                let entries = places.into_iter().zip(costs).map(entry).collect();
+                // Who drains may have looked just before they were in, and waits for nobody: they leave.
+                self.open()?;
+                Ok(entries)
             }
             Err((refused, counts)) => {
                 tenant.give_back(requests, tokens, now);

@@ -2,6 +2,7 @@
 use super::limiter::Rates;
 use super::tenant::Terms;
 use crate::capacity::Predicted;
+use std::sync::OnceLock;
 use std::sync::atomic::AtomicUsize;
 
 use super::*;
@@ -208,6 +209,33 @@ async fn a_drain_waits_for_those_who_run_and_wait() {
     assert!(!drain.is_finished());
     drop(waiting.admitted().await.unwrap());
     drain.await.unwrap();
+}
+
+/// Nodes that are asked for room just when the router begins to end.
+#[derive(Debug, Default)]
+struct AtTheEnd {
+    admission: OnceLock<Admission>,
+    freed: Notify,
+}
+
+impl Capacity for Arc<AtTheEnd> {
+    fn has_room(&self, _: &Demand, _: &Ahead, _: u32, _: Instant) -> bool {
+        self.admission.get().unwrap().inner.closed.store(true, Ordering::Relaxed);
+        true
+    }
+
+    fn freed(&self) -> &Notify {
+        &self.freed
+    }
+}
+
+#[tokio::test]
+async fn who_comes_in_while_a_drain_begins_leaves_again() {
+    let nodes = Arc::<AtTheEnd>::default();
+    let admission = Admission::new(&Limits::default(), Arc::clone(&nodes), false);
+    nodes.admission.set(admission.clone()).unwrap();
+    assert_eq!(enter(&admission).unwrap_err().reason, Reason::Draining);
+    assert_eq!(admission.counts(), Counts::default(), "a drain that looked before waits for nobody");
 }
 
 #[tokio::test]
