@@ -1,7 +1,8 @@
 //! What the machine itself takes for as much memory as a hand-off moves: the reference beside each row.
 //!
-//! Memory that nobody has touched for seconds is slower than before, on some machines more than on others and at some
-//! hours more than at others. A hand-off meets such memory twice: where KV lands, and where the first decode step reads it.
+//! Memory that was not touched for seconds is slower than before, on some machines more than on others and at some
+//! hours more than at others. A hand-off meets such memory twice: where KV lands, and where the first decode step
+//! reads it.
 use std::array;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;

@@ -8,7 +8,9 @@
 //! - [`target`]: what is attacked. [`polite`]: the client that is to notice nothing. [`cores`]: who computes where.
 //! - [`sockets`]: bytes on sockets, HTTP/2 frame by frame.
 //! - [`requests`], [`tenants`]: what one can ask for, and as whom. [`http1`], [`http2`], [`grpc`]: how one can ask.
-//! - [`connections`]: sockets alone. [`membership`]: nodes that are none. [`nodes`]: the nodes' own doors.
+//! - [`connections`]: sockets alone. [`membership`]: nodes that are none. [`certificates`]: such ones within TLS.
+//!   [`nodes`]: the nodes' own doors.
+mod certificates;
 mod connections;
 mod cores;
 mod grpc;
@@ -105,6 +107,7 @@ fn main() -> ExitCode {
 fn attacks() -> Vec<Attack> {
     [
         membership::attacks(),
+        certificates::attacks(),
         requests::attacks(),
         tenants::attacks(),
         grpc::attacks(),

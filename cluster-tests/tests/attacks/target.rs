@@ -14,6 +14,8 @@ use tandem_ports::JoinToken;
 use tempfile::TempDir;
 use tokio::time::Instant;
 
+use crate::certificates::Certificates;
+
 /// Of each port of the router.
 pub const CONNECTIONS: usize = 1024;
 /// Whose requests have no rate.
@@ -35,8 +37,10 @@ pub const PATIENCE: Duration = Duration::from_secs(30);
 pub struct Target {
     /// All its processes.
     pub cluster: Cluster,
-    /// A router without keys and without nodes, for what only such a one could be asked.
+    /// A router without keys and without nodes, for what only such a one could be asked. Its port for nodes has TLS.
     pub open: Process,
+    /// What its port for nodes is shown.
+    pub certificates: Certificates,
     /// The KV doors of the prefill and of the decode node.
     pub kv: [SocketAddr; 2],
     /// The forms with ten thousand.
@@ -88,10 +92,12 @@ impl Target {
         })
         .await?;
         let model = tandem_cluster_tests::cluster::model()?;
-        let args = format!("--http 127.0.0.1:0 --grpc 127.0.0.1:0 --model {}", model.display());
+        let (certificates, tls) = Certificates::new(dir.path())?;
+        let doors = "--http 127.0.0.1:0 --grpc 127.0.0.1:0 --nodes 127.0.0.1:0";
+        let args = format!("{doors} {tls} --model {}", model.display());
         let open = Process::start("open-router", "tandem-router", &words(&args), dir.path()).await?;
         let client = reqwest::Client::builder().timeout(PATIENCE).build()?;
-        Ok(Self { cluster, open, kv, full, client, _dir: dir })
+        Ok(Self { cluster, open, certificates, kv, full, client, _dir: dir })
     }
 
     /// `few` of something, or `many` in the full form.
