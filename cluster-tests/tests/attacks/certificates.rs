@@ -1,5 +1,5 @@
 //! Processes that show the nodes' port within TLS a certificate which does not belong: one that ran out, one of another
-//! authority, one without a name, and none. It is the port of the router without keys.
+//! authority, and none. It is the port of the router without keys. Names are held to calls (`proto/ports/tests`).
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::{Context, ensure};
 use futures::FutureExt;
 use rcgen::{
-    BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair, SanType,
+    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair, SanType,
     date_time_ymd,
 };
 use tokio::io::AsyncReadExt;
@@ -36,7 +36,6 @@ pub fn attacks() -> Vec<Attack> {
         attack("a certificate of another authority", |target| {
             refused(target, |them| &them.foreign, "UnknownCA").boxed_local()
         }),
-        attack("a certificate without a name", |target| refused(target, |them| &them.nameless, "").boxed_local()),
         attack("no certificate", |target| refused(target, |them| &them.none, "CertificateRequired").boxed_local()),
     ]
 }
@@ -47,25 +46,23 @@ pub struct Certificates {
     ours: Arc<ClientConfig>,
     old: Arc<ClientConfig>,
     foreign: Arc<ClientConfig>,
-    nameless: Arc<ClientConfig>,
     none: Arc<ClientConfig>,
 }
 
 impl Certificates {
     /// Writes the router's own into the directory, and says with which flags it has them.
     pub fn new(dir: &Path) -> anyhow::Result<(Self, String)> {
-        let (ours, theirs) = (authority()?, authority()?);
-        let (certificate, key) = signed(&ours, Some(ROUTER), |_| {})?;
+        let (ours, theirs) = (authority("ours")?, authority("theirs")?);
+        let (certificate, key) = signed(&ours, ROUTER, |_| {})?;
         let path = |name: &str| dir.join(name);
         std::fs::write(path("node-ca.pem"), ours.pem())?;
         std::fs::write(path("router.pem"), certificate)?;
         std::fs::write(path("router.key"), key)?;
         let [ca, cert, key] = ["node-ca.pem", "router.pem", "router.key"].map(|name| path(name).display().to_string());
         let these = Self {
-            ours: client(Some(signed(&ours, Some(NODE), |_| {})?))?,
-            old: client(Some(signed(&ours, Some(NODE), |params| params.not_after = date_time_ymd(2020, 1, 1))?))?,
-            foreign: client(Some(signed(&theirs, Some(NODE), |_| {})?))?,
-            nameless: client(Some(signed(&ours, None, |_| {})?))?,
+            ours: client(Some(signed(&ours, NODE, |_| {})?))?,
+            old: client(Some(signed(&ours, NODE, |params| params.not_after = date_time_ymd(2020, 1, 1))?))?,
+            foreign: client(Some(signed(&theirs, NODE, |_| {})?))?,
             none: client(None)?,
         };
         Ok((these, format!("--node-tls-ca {ca} --node-tls-cert {cert} --node-tls-key {key}")))
@@ -110,21 +107,17 @@ async fn shown(door: SocketAddr, tls: &Arc<ClientConfig>) -> anyhow::Result<Resu
 
 type Authority = CertifiedIssuer<'static, KeyPair>;
 
-fn authority() -> anyhow::Result<Authority> {
+fn authority(name: &str) -> anyhow::Result<Authority> {
     let mut params = CertificateParams::new(Vec::new())?;
+    params.distinguished_name.push(DnType::CommonName, name);
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     Ok(CertifiedIssuer::self_signed(params, KeyPair::generate()?)?)
 }
 
 /// Certificate and key in PEM.
-fn signed(
-    by: &Authority,
-    name: Option<&str>,
-    change: impl FnOnce(&mut CertificateParams),
-) -> anyhow::Result<(String, String)> {
+fn signed(by: &Authority, name: &str, change: impl FnOnce(&mut CertificateParams)) -> anyhow::Result<(String, String)> {
     let mut params = CertificateParams::new(Vec::new())?;
-    params.subject_alt_names =
-        name.map(|name| anyhow::Ok(SanType::URI(name.try_into()?))).transpose()?.into_iter().collect();
+    params.subject_alt_names = vec![SanType::URI(name.try_into()?)];
     params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
     change(&mut params);
     let key = KeyPair::generate()?;
