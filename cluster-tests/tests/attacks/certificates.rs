@@ -14,11 +14,10 @@ use tokio::io::AsyncReadExt;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
-use tokio_rustls::rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use tokio_rustls::rustls::crypto::{CryptoProvider, ring};
+use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
-use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
-use tokio_rustls::rustls::{ClientConfig, DigitallySignedStruct, Error, SignatureScheme};
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
 use crate::Attack;
 use crate::sockets::PATIENCE;
@@ -26,6 +25,8 @@ use crate::target::{Seen, Target};
 
 const ROUTER: &str = "spiffe://cluster.test/tandem/router";
 const NODE: &str = "spiffe://cluster.test/tandem/decode";
+/// By which a client of this file knows the router.
+const HOST: &str = "router";
 
 /// All of them.
 pub fn attacks() -> Vec<Attack> {
@@ -60,10 +61,10 @@ impl Certificates {
         std::fs::write(path("router.key"), key)?;
         let [ca, cert, key] = ["node-ca.pem", "router.pem", "router.key"].map(|name| path(name).display().to_string());
         let these = Self {
-            ours: client(Some(signed(&ours, NODE, |_| {})?))?,
-            old: client(Some(signed(&ours, NODE, |params| params.not_after = date_time_ymd(2020, 1, 1))?))?,
-            foreign: client(Some(signed(&theirs, NODE, |_| {})?))?,
-            none: client(None)?,
+            ours: client(&ours, Some(signed(&ours, NODE, |_| {})?))?,
+            old: client(&ours, Some(signed(&ours, NODE, |params| params.not_after = date_time_ymd(2020, 1, 1))?))?,
+            foreign: client(&ours, Some(signed(&theirs, NODE, |_| {})?))?,
+            none: client(&ours, None)?,
         };
         Ok((these, format!("--node-tls-ca {ca} --node-tls-cert {cert} --node-tls-key {key}")))
     }
@@ -96,7 +97,7 @@ async fn refused(
 async fn shown(door: SocketAddr, tls: &Arc<ClientConfig>) -> anyhow::Result<Result<(), String>> {
     let exchange = async {
         let stream = TcpStream::connect(door).await?;
-        let mut stream = TlsConnector::from(Arc::clone(tls)).connect(ServerName::try_from("router")?, stream).await?;
+        let mut stream = TlsConnector::from(Arc::clone(tls)).connect(ServerName::try_from(HOST)?, stream).await?;
         let mut greeting = [0; 9];
         stream.read_exact(&mut greeting).await?;
         anyhow::Ok(())
@@ -117,18 +118,19 @@ fn authority(name: &str) -> anyhow::Result<Authority> {
 /// Certificate and key in PEM.
 fn signed(by: &Authority, name: &str, change: impl FnOnce(&mut CertificateParams)) -> anyhow::Result<(String, String)> {
     let mut params = CertificateParams::new(Vec::new())?;
-    params.subject_alt_names = vec![SanType::URI(name.try_into()?)];
+    params.subject_alt_names = vec![SanType::URI(name.try_into()?), SanType::DnsName(HOST.try_into()?)];
     params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
     change(&mut params);
     let key = KeyPair::generate()?;
     Ok((params.signed_by(&key, &**by)?.pem(), key.serialize_pem()))
 }
 
-/// A client that takes every server.
-fn client(shows: Option<(String, String)>) -> anyhow::Result<Arc<ClientConfig>> {
-    let provider = Arc::new(ring::default_provider());
-    let builder = ClientConfig::builder_with_provider(Arc::clone(&provider)).with_safe_default_protocol_versions()?;
-    let builder = builder.dangerous().with_custom_certificate_verifier(Arc::new(Credulous(provider)));
+/// A client of the router, as which it shows this.
+fn client(router: &Authority, shows: Option<(String, String)>) -> anyhow::Result<Arc<ClientConfig>> {
+    let mut roots = RootCertStore::empty();
+    roots.add(router.der().clone())?;
+    let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
+    let builder = builder.with_safe_default_protocol_versions()?.with_root_certificates(roots);
     let mut config = match shows {
         None => builder.with_no_client_auth(),
         Some((certificate, key)) => {
@@ -138,42 +140,4 @@ fn client(shows: Option<(String, String)>) -> anyhow::Result<Arc<ClientConfig>> 
     };
     config.alpn_protocols = vec![b"h2".to_vec()];
     Ok(Arc::new(config))
-}
-
-#[derive(Debug)]
-struct Credulous(Arc<CryptoProvider>);
-
-impl ServerCertVerifier for Credulous {
-    fn verify_server_cert(
-        &self,
-        _: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
-        _: &ServerName<'_>,
-        _: &[u8],
-        _: UnixTime,
-    ) -> Result<ServerCertVerified, Error> {
-        Ok(ServerCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        _: &[u8],
-        _: &CertificateDer<'_>,
-        _: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        Ok(HandshakeSignatureValid::assertion())
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        _: &[u8],
-        _: &CertificateDer<'_>,
-        _: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        Ok(HandshakeSignatureValid::assertion())
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.0.signature_verification_algorithms.supported_schemes()
-    }
 }
