@@ -99,7 +99,6 @@ struct Inner {
     empty: Notify,
     /// Who waits may have a turn, whatever the nodes say: a slot is free, or one that started is on its nodes.
     moved: Notify,
-    node_queue: u32,
     /// There are several tenants.
     several: bool,
     /// The service is shared, among tenants or pools.
@@ -109,6 +108,8 @@ struct Inner {
 #[derive(Debug)]
 struct State {
     queue: Queue,
+    /// Requests that may wait on each decode node.
+    node_queue: u32,
     /// Of those who wait.
     wake: Wakes,
     /// Somebody waits, and the task looks.
@@ -141,12 +142,11 @@ impl Admission {
         let bounds =
             Bounds { max_inflight: max_inflight as usize, max_queue, pools: pools.clone(), max_ttft, tenants: several };
         let inner = Inner {
-            state: Mutex::new(State { queue: Queue::new(bounds), wake: Wakes::new(), looking: false }),
+            state: Mutex::new(State { queue: Queue::new(bounds), node_queue, wake: Wakes::new(), looking: false }),
             nodes: Box::new(nodes),
             closed: AtomicBool::default(),
             empty: Notify::default(),
             moved: Notify::default(),
-            node_queue,
             several,
             shared: several || pools.iter().len() > 1,
         };
@@ -233,11 +233,15 @@ impl Admission {
         self.inner.lock().queue.has_objective()
     }
 
-    /// Holds to the `max_inflight`, `max_queue` and `max_ttft` of these from now on. Who runs or waits stays; who waits
+    /// Holds to the `max_inflight`, `max_queue`, `node_queue` and `max_ttft` of these from now on. Who runs or waits stays; who waits
     /// where there is no queue any more starts with the next slot.
     pub fn set_limits(&self, limits: &Limits) {
-        let &Limits { max_inflight, max_queue, max_ttft, .. } = limits;
-        self.inner.lock().queue.set_bounds(max_inflight as usize, max_queue, max_ttft);
+        let &Limits { max_inflight, max_queue, node_queue, max_ttft, .. } = limits;
+        {
+            let mut state = self.inner.lock();
+            state.queue.set_bounds(max_inflight as usize, max_queue, max_ttft);
+            state.node_queue = node_queue;
+        }
         self.inner.moved.notify_one();
     }
 
@@ -438,9 +442,9 @@ impl Inner {
     fn change<T>(&self, change: impl FnOnce(&mut State, queue::Room<'_>) -> (Turn, T)) -> T {
         let mut state = self.lock();
         // Who has a slot starts then, whatever room the nodes have.
-        let without_queue = state.queue.places() == 0;
+        let (without_queue, node_queue) = (state.queue.places() == 0, state.node_queue);
         let mut room = |demand: &Demand, ahead: &Ahead| {
-            without_queue || self.nodes.has_room(demand, ahead, self.node_queue, clock::now())
+            without_queue || self.nodes.has_room(demand, ahead, node_queue, clock::now())
         };
         let (turn, result) = change(&mut state, &mut room);
         for ticket in turn.start {

@@ -24,7 +24,7 @@ use crate::flow::refused::Refused;
 use crate::flow::retry_budget::{Retries, RetryBudget};
 use crate::generation::{GenerationEvent, GenerationRequest};
 use crate::intake::Intake;
-use crate::limits::Limits;
+use crate::limits::{CurrentLimits, Limits};
 use crate::membership::{JoinService, Membership};
 use crate::metrics::{Metrics, Seen};
 use crate::text::ModelText;
@@ -133,7 +133,7 @@ impl Service {
             metrics: Metrics::new(&model.model_name, &instance, &flow::labels()),
             admission,
             retry_budget: RetryBudget::new(limits.retry_budget_percent),
-            limits,
+            limits: CurrentLimits::new(limits),
             instance: instance.into(),
             model,
             ending: CancellationToken::new(),
@@ -274,7 +274,7 @@ impl Service {
             None => {
                 let most = self.0.flow.membership.most_tokens().map_or(u32::MAX, |most| most.saturating_sub(prompt));
                 // A prompt without any room is refused by `generate`, whose message is about the prompt.
-                Ok(self.0.flow.limits.max_tokens_default.min(left).min(most).max(1))
+                Ok(self.0.flow.limits.get().max_tokens_default.min(left).min(most).max(1))
             }
         }
     }
@@ -413,9 +413,19 @@ impl Service {
         self.0.flow.admission.max_queue()
     }
 
-    /// Holds to other limits of admission from now on, see [`Admission::set_limits`].
-    pub fn set_limits(&self, limits: &Limits) {
-        self.0.flow.admission.set_limits(limits);
+    /// Holds to other limits from now on. Requests that run keep theirs; those of admission are for all, see
+    /// [`Admission::set_limits`]. Pools stay as they are.
+    pub fn set_limits(&self, limits: Limits) {
+        let flow = &self.0.flow;
+        flow.admission.set_limits(&limits);
+        flow.retry_budget.set_percent(limits.retry_budget_percent);
+        flow.limits.set(limits);
+    }
+
+    /// The limits that hold now.
+    #[cfg(test)]
+    pub(crate) fn limits(&self) -> Arc<Limits> {
+        self.0.flow.limits.get()
     }
 
     /// Takes no new request and waits until the running ones have ended or `limit` has passed.

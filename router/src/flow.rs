@@ -40,7 +40,7 @@ use crate::caller::Parent;
 use crate::capacity::Demand;
 use crate::failure::{BOUNDS, Bound, CAUSES, Cause, Failure};
 use crate::generation::{GenerationEvent, GenerationRequest};
-use crate::limits::Limits;
+use crate::limits::{CurrentLimits, Limits};
 use crate::membership::{Membership, Route};
 use crate::metrics::{Labels, Metrics};
 use crate::record::drafts::Drafts;
@@ -81,7 +81,7 @@ pub struct Shared {
     /// How many requests may be retries.
     pub retry_budget: RetryBudget,
     /// Bounds.
-    pub limits: Limits,
+    pub limits: CurrentLimits,
     /// This router's name in traces.
     pub instance: Arc<str>,
     /// Fires when the process ends: no request goes on.
@@ -123,7 +123,8 @@ pub fn start(
     client: Client,
     cancel: CancellationToken,
 ) -> Identities {
-    let deadline = admit::deadline(shared, &request);
+    let limits = shared.limits.get();
+    let deadline = admit::deadline(&limits, &request);
     let parent = request.parent.as_ref();
     let root = request.root.unwrap_or_else(|| shared.root(parent));
     let identities = Identities::draw(root, parent.map(|parent| parent.span), &mut rand::rng());
@@ -150,7 +151,8 @@ pub fn start(
     let cache_salt = shared.cache_salt(&request);
     let run = Box::new(Run {
         deadline,
-        replan: Replan::new(shared.limits.max_attempts, shared.limits.replan, jitter(&request)),
+        replan: Replan::new(limits.max_attempts, limits.replan, jitter(&request)),
+        limits,
         retrying: None,
         progress: Progress::new(request, cache_salt, &shared.model, tpot_objective(shared)),
         shared: Arc::clone(shared),
@@ -201,6 +203,8 @@ enum By {
 /// task's future is as large as all that it may ever wait for, and is copied whole on its way to the reactor.
 struct Run {
     shared: Arc<Shared>,
+    /// Those that held when it began.
+    limits: Arc<Limits>,
     /// What is logged of it.
     notes: Notes,
     /// The answer so far: what the next attempt goes on from.
@@ -336,7 +340,7 @@ impl Run {
     /// What ends the request.
     async fn relay(&mut self, attempt: &mut Attempt, text: &mut TextStream) -> Result<End, Error> {
         loop {
-            let happening = attempt.next(self.shared.limits.silence).await;
+            let happening = attempt.next(self.limits.silence).await;
             append_pack(&mut self.spans, &std::mem::take(&mut attempt.protocol.spans));
             self.record.drafts.add(std::mem::take(&mut attempt.protocol.drafts));
             let step = match happening {
@@ -391,7 +395,7 @@ impl Run {
     }
 
     async fn send_token(&mut self, token: GenerationEvent) -> Result<(), Error> {
-        send(&self.shared, &self.client, Ok(token)).await?;
+        send(&self.shared.metrics, self.limits.client_stall, &self.client, Ok(token)).await?;
         let now = clock::now();
         if self.arrivals.count() == 0 {
             self.record.timeline.end_phase(now);
@@ -443,19 +447,24 @@ fn tpot_objective(shared: &Shared) -> Duration {
 }
 
 /// Waits for room with a slow client, within bounds.
-async fn send(shared: &Shared, client: &Client, event: Result<GenerationEvent, Error>) -> Result<(), Error> {
+async fn send(
+    metrics: &Metrics,
+    stall: Duration,
+    client: &Client,
+    event: Result<GenerationEvent, Error>,
+) -> Result<(), Error> {
     let event = match client.try_send(event) {
         Ok(()) => return Ok(()),
         Err(TrySendError::Full(event) | TrySendError::Closed(event)) => event,
     };
     // Who did not take a token hears of its end in vain, too: that is the same stall.
-    let (stall, first) = (shared.limits.client_stall, event.is_ok());
+    let first = event.is_ok();
     match Box::pin(tokio::time::timeout(stall, client.send(event))).await {
         Ok(Ok(())) => Ok(()),
         Ok(Err(_)) => Err(Error::new(ErrorKind::Cancelled, "the client went away")),
         Err(_) => {
             if first {
-                shared.metrics.client_stalled();
+                metrics.client_stalled();
             }
             Err(Error::new(ErrorKind::Cancelled, format!("the client took nothing for {stall:?}")))
         }

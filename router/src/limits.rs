@@ -1,8 +1,9 @@
 //! What an operator bounds of clients' requests: how many run and wait, how long, and how often one is tried. Plain
 //! data, below all that keeps to it: [`crate::admission`] to the first, [`crate::flow`] to the others. Their flags are
-//! in [`crate::config`].
+//! in [`crate::config`]; all but the pools may change while requests run.
 pub mod pools;
 
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use pools::Pools;
@@ -39,6 +40,28 @@ pub struct Limits {
     pub retry_budget_percent: u32,
     /// The client takes nothing for so long: the request is cancelled.
     pub client_stall: Duration,
+}
+
+/// The limits that hold now, for many to read and one to change. Who asks once and keeps the answer is held to the same
+/// ones all the time, as a request is.
+#[derive(Debug)]
+pub struct CurrentLimits(RwLock<Arc<Limits>>);
+
+impl CurrentLimits {
+    /// At first these.
+    pub fn new(limits: Limits) -> Self {
+        Self(RwLock::new(Arc::new(limits)))
+    }
+
+    /// Those of this moment.
+    pub fn get(&self) -> Arc<Limits> {
+        Arc::clone(&self.0.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// These from now on.
+    pub fn set(&self, limits: Limits) {
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(limits);
+    }
 }
 
 impl Default for Limits {

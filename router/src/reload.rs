@@ -1,6 +1,6 @@
 //! What a router reads again at SIGHUP: API keys, join tokens, certificates, and the configuration file. Of its flags
-//! some limits and the log's filter hold from then on, and the others are named in the log: they take a restart. A file
-//! that is wrong changes nothing, and is in the log.
+//! those in [`Limits`] but the pools and the log's filter hold from then on, and the others are named in the log: they
+//! take a restart. A file that is wrong changes nothing, and is in the log.
 use std::sync::{Mutex, PoisonError};
 
 use tandem_config::Resolved;
@@ -14,7 +14,20 @@ use crate::limits::Limits;
 use crate::registration::Registration;
 
 /// Flags whose new values hold without a restart.
-const AT_ONCE: [&str; 4] = ["log-filter", "max-inflight", "max-queue", "max-ttft-ms"];
+const AT_ONCE: [&str; 12] = [
+    "client-stall-ms",
+    "log-filter",
+    "max-attempts",
+    "max-inflight",
+    "max-queue",
+    "max-request-ms",
+    "max-tokens-default",
+    "max-ttft-ms",
+    "node-queue",
+    "replan-ms",
+    "retry-budget-percent",
+    "silence-ms",
+];
 
 /// Owner of what can change while the process runs.
 pub struct Reload {
@@ -82,7 +95,7 @@ impl ConfigFile {
             let (flag, running, file) = (&change.flag, &change.from, &change.to);
             tracing::warn!(flag, running, file, "the configuration file has changed: this takes a restart");
         }
-        self.service.set_limits(&changed(limits, next.limits));
+        self.service.set_limits(changed(limits, next.limits));
         *last = now;
     }
 }
@@ -95,10 +108,9 @@ fn again(started: &Resolved) -> anyhow::Result<(Resolved, Config)> {
     Ok((now, next))
 }
 
-/// The limits of the start with those of the next that hold at once.
+/// The next limits with those of the start that take a restart.
 fn changed(started: &Limits, next: Limits) -> Limits {
-    let Limits { max_inflight, max_queue, max_ttft, .. } = next;
-    Limits { max_inflight, max_queue, max_ttft, ..started.clone() }
+    Limits { pools: started.pools.clone(), ..next }
 }
 
 #[cfg(test)]
@@ -112,20 +124,38 @@ mod tests {
     use super::*;
     use crate::config;
     use crate::flow::tests::fakes;
+    use crate::limits::pools::Pools;
 
     fn resolved(path: &Path) -> Resolved {
         let words = ["tandem-router", "--model", "m.gguf", "--config", path.to_str().unwrap()].map(OsString::from);
         Resolved::of(ROUTER, config::command(), words.into(), std::collections::BTreeMap::new()).unwrap()
     }
 
-    #[test]
-    fn the_limits_of_admission_change_and_no_others() {
-        let ttft = |seconds| Some(Duration::from_secs(seconds));
-        let started = Limits { max_queue: 7, max_ttft: None, ..Limits::default() };
-        let next = Limits { max_inflight: 3, max_queue: 0, max_ttft: ttft(2), max_attempts: 9, ..Limits::default() };
-        let now = changed(&started, next);
-        assert_eq!((now.max_inflight, now.max_queue, now.max_ttft), (3, 0, ttft(2)));
-        assert_eq!(now.max_attempts, started.max_attempts, "of this nobody asks again");
+    /// Of each flag of [`Limits`] another value than its default, but of the pools, which take a restart.
+    #[tokio::test]
+    async fn all_limits_change_but_the_pools() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tandem.toml");
+        std::fs::write(&path, "[router]\n").unwrap();
+        let started = resolved(&path);
+        let limits = Config::of(&started).unwrap().limits;
+        let file = ConfigFile::new(fakes::router(limits.clone()), started, limits);
+        let text = "[router]\npools = 'a=0-9:3,b=10-:1'\nclient-stall-ms = 11\nmax-attempts = 2\nmax-inflight = 13\n\
+            max-queue = 14\nmax-request-ms = 15\nmax-tokens-default = 16\nmax-ttft-ms = 17\nnode-queue = 18\n\
+            replan-ms = 19\nretry-budget-percent = 21\nsilence-ms = 22\n";
+        assert!(AT_ONCE.iter().all(|flag| *flag == "log-filter" || text.contains(&format!("\n{flag} = "))));
+        std::fs::write(&path, text).unwrap();
+        file.read();
+        let Limits { max_inflight, max_queue, node_queue, max_ttft, ref pools, max_tokens_default, .. } =
+            *file.service.limits();
+        assert_eq!((max_inflight, max_queue, node_queue, max_tokens_default), (13, 14, 18, 16));
+        let Limits { max_request, silence, max_attempts, replan, retry_budget_percent, client_stall, .. } =
+            *file.service.limits();
+        assert_eq!((max_attempts, retry_budget_percent), (2, 21));
+        let times = [17, 15, 22, 19, 11].map(Duration::from_millis);
+        assert_eq!([max_ttft.unwrap(), max_request, silence, replan, client_stall], times);
+        assert_eq!(*pools, Pools::default(), "they take a restart");
+        assert_eq!(file.service.max_queue(), 14, "admission has them, too");
     }
 
     #[tokio::test]

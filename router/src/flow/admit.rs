@@ -10,6 +10,7 @@ use super::{Shared, check, refusal};
 use crate::admission::{Ask, Entry, Reason, Refusal, Tenant};
 use crate::capacity::Predicted;
 use crate::generation::GenerationRequest;
+use crate::limits::Limits;
 use crate::select::Wish;
 
 /// Checks the requests of one tenant and takes their places.
@@ -46,8 +47,8 @@ fn turned_away(shared: &Shared, Refusal { reason, error }: Refusal) -> Error {
 }
 
 /// When the request ends at the latest.
-pub fn deadline(shared: &Shared, request: &GenerationRequest) -> Instant {
-    let limit = request.received + shared.limits.max_request;
+pub fn deadline(limits: &Limits, request: &GenerationRequest) -> Instant {
+    let limit = request.received + limits.max_request;
     request.deadline.map_or(limit, |deadline| deadline.min(limit))
 }
 
@@ -73,6 +74,7 @@ fn enter(shared: &Shared, requests: &[GenerationRequest]) -> Result<Vec<Entry>, 
 
 fn asks(shared: &Shared, requests: &[GenerationRequest], now: Instant) -> Vec<Ask> {
     // Answers to one prompt stand side by side.
+    let limits = shared.limits.get();
     let mut last: Option<(&GenerationRequest, Option<Predicted>)> = None;
     let asks = requests.iter().map(|request| {
         let same = last
@@ -86,7 +88,7 @@ fn asks(shared: &Shared, requests: &[GenerationRequest], now: Instant) -> Vec<As
             priority: request.priority,
             // What is cached when its turn comes is not known here.
             demand: shared.membership.demand(prompt_tokens, request.max_tokens),
-            deadline: deadline(shared, request),
+            deadline: deadline(&limits, request),
             predicted,
         }
     });

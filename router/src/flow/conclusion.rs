@@ -50,7 +50,7 @@ impl Run {
         }
         self.record.pace = self.arrivals.pace(tpot_objective(&self.shared));
         self.record.notes = self.notes.take();
-        let Self { shared, record, arrivals, client, slot, spans, progress, .. } = *self;
+        let Self { shared, limits, record, arrivals, client, slot, spans, progress, .. } = *self;
         let cached = record.cached_tokens;
         let usage = Usage { prompt: record.prompt_tokens, completion: record.pace.tokens, cached };
         if usage.completion > 0 {
@@ -81,7 +81,7 @@ impl Run {
         let kept = keep_trace(&shared, record, tenant, reason, spans);
         // A client that left does not miss it. One that takes nothing does not keep the nodes' end from them.
         let told = async {
-            let _ = send(&shared, &client, last).await;
+            let _ = send(&shared.metrics, limits.client_stall, &client, last).await;
             drop(client);
         };
         let reported = async {

@@ -70,7 +70,7 @@ impl Run {
             admission: shared.admission.clone(),
             budget: shared.retry_budget.clone(),
             // As in the queue: without one, nobody waits for room.
-            node_queue: (shared.admission.max_queue() > 0).then_some(shared.limits.node_queue),
+            node_queue: (shared.admission.max_queue() > 0).then_some(self.limits.node_queue),
             claim: self.slot.as_ref().map(Slot::claim),
             demand: self.demand(),
             wish: Wish { keep, avoid: self.replan.avoid().clone(), continues },
@@ -132,7 +132,7 @@ impl Run {
     /// The error of a request that had all its attempts, or all its time for them.
     fn exhausted(&self, told: Error, bound: Bound) -> Error {
         self.shared.metrics.replan_exhausted(bound.as_str());
-        let Limits { max_attempts, replan, .. } = self.shared.limits;
+        let Limits { max_attempts, replan, .. } = *self.limits;
         let attempts = self.replan.attempts();
         let gave_up = match bound {
             Bound::Attempts => format!("attempt {attempts} of {max_attempts}"),

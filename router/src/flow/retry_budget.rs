@@ -6,7 +6,7 @@
 //! is lost because many failed at once. A retry that failed does not wait, and comes behind those who do: where retries
 //! fail, more of them only keep others from their work. Who may wait is decided in [`super::replan`].
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
@@ -20,10 +20,10 @@ pub struct RetryBudget(Arc<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
-    percent: u32,
+    percent: AtomicU32,
     retries: AtomicUsize,
     waiting: AtomicUsize,
-    /// One retry fewer.
+    /// One retry fewer, or another percentage.
     ended: Notify,
 }
 
@@ -52,12 +52,18 @@ pub fn limit(percent: u32, running: usize) -> usize {
 impl RetryBudget {
     /// Of so many percent of the running requests, and [`FLOOR`].
     pub fn new(percent: u32) -> Self {
-        Self(Arc::new(Inner { percent, ..Inner::default() }))
+        Self(Arc::new(Inner { percent: percent.into(), ..Inner::default() }))
     }
 
     /// Percent of the running requests that may be retries.
     pub fn percent(&self) -> u32 {
-        self.0.percent
+        self.0.percent.load(Ordering::Relaxed)
+    }
+
+    /// So many from now on. Who is a retry stays one.
+    pub fn set_percent(&self, percent: u32) {
+        self.0.percent.store(percent, Ordering::Relaxed);
+        self.0.ended.notify_waiters();
     }
 
     /// Whether one of so many `running` requests may become a retry, before those who wait or not. Takes nothing.
@@ -81,7 +87,7 @@ impl RetryBudget {
 
     fn limit(&self, running: usize, before_others: bool) -> usize {
         let others = if before_others { 0 } else { self.0.waiting.load(Ordering::Acquire) };
-        limit(self.0.percent, running).saturating_sub(others)
+        limit(self.percent(), running).saturating_sub(others)
     }
 
     /// Ready when one has ended since this call.
@@ -91,7 +97,7 @@ impl RetryBudget {
 
     /// While so many requests run.
     pub fn retries(&self, running: usize) -> Retries {
-        Retries { now: self.0.retries.load(Ordering::Acquire), limit: limit(self.0.percent, running) }
+        Retries { now: self.0.retries.load(Ordering::Acquire), limit: limit(self.percent(), running) }
     }
 }
 
@@ -136,6 +142,19 @@ mod tests {
         assert!(ended.now_or_never().is_some(), "also for who began to wait before");
         assert!(budget.ended().now_or_never().is_none());
         assert!(budget.has_room(10, true) && budget.begin(10, true).is_some());
+    }
+
+    #[test]
+    fn another_share_holds_at_once() {
+        let budget = RetryBudget::new(0);
+        let _most: Vec<Retrying> = std::iter::from_fn(|| budget.begin(1000, true)).collect();
+        let ended = budget.ended();
+        budget.set_percent(4);
+        assert!(ended.now_or_never().is_some(), "who waits looks again");
+        let more: Vec<Retrying> = std::iter::from_fn(|| budget.begin(1000, true)).collect();
+        assert_eq!((more.len(), budget.percent()), (40 - FLOOR, 4));
+        budget.set_percent(0);
+        assert_eq!(budget.retries(1000), Retries { now: 40, limit: FLOOR }, "who is a retry stays one");
     }
 
     #[test]
