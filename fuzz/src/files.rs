@@ -1,5 +1,8 @@
-//! What operators write: configuration, key and token files, PEM, GGUF headers, and flags that have a grammar. They are
-//! no strangers, but a file may come from elsewhere, and is read again while the router serves.
+//! What operators write: configuration, keys in files, directories and variables, tokens, PEM, certificates' names, GGUF
+//! headers, and flags that have a grammar. They are no strangers, but a file may come from elsewhere, and is read again
+//! while the router serves.
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Instant;
@@ -7,8 +10,9 @@ use std::time::Instant;
 use tandem_config::{Environment, ROUTER, Resolved};
 use tandem_etcd::{EtcdAddress, HostPort};
 use tandem_gguf::Header;
-use tandem_ports::{JoinToken, JoinTokens, Tls, TlsFiles};
-use tandem_router::admission::keys::Keys;
+use rcgen::{CertificateParams, DnType, KeyPair, SanType};
+use tandem_ports::{ClientName, JoinToken, JoinTokens, PeerName, Tls, TlsFiles};
+use tandem_router::admission::keys::{KeySource, Keys, Rules};
 use tandem_router::http::Origin;
 use tandem_router::limits::pools::Pools;
 use tandem_router::text::ModelText;
@@ -21,6 +25,8 @@ use crate::Target;
 pub const TARGETS: &[Target] = &[
     Target { name: "config", run: config, seeds: config_seeds },
     Target { name: "api_keys", run: api_keys, seeds: key_seeds },
+    Target { name: "key_sources", run: key_sources, seeds: source_seeds },
+    Target { name: "certificates", run: certificates, seeds: certificate_seeds },
     Target { name: "secrets", run: secrets, seeds: secret_seeds },
     Target { name: "gguf", run: gguf, seeds: gguf_seeds },
     Target { name: "flags", run: flags, seeds: flag_seeds },
@@ -77,6 +83,81 @@ fn key_seeds() -> Vec<Vec<u8>> {
         "tokens_per_minute": 9, "max_concurrent_requests": 3, "min_priority": -3}, {"name": "bob",
         "sha256": "2BB80D537B1DA3E38BD30361AA855686BDE0EACD7162FEF6A25FE97BF527A25B"}]}"#
             .to_vec(),
+    ]
+}
+
+/// Keys that are a directory, whose files are what is between bytes of 0: a name, a key, a name, a key; and the whole as
+/// a variable. Whoever is let in has a key that stands there.
+fn key_sources(data: &[u8]) {
+    const VARIABLE: &str = "TANDEM_FUZZ_KEYS";
+    let fields: Vec<&[u8]> = data.split(|byte| *byte == 0).collect();
+    let directory = PathBuf::from(format!("/dev/shm/tandem-fuzz-keys-{}", std::process::id()));
+    std::fs::create_dir(&directory).expect("/dev/shm");
+    for pair in fields.chunks_exact(2) {
+        let name = OsStr::from_bytes(pair[0]);
+        // Others are no names of a file, or files elsewhere.
+        if name.len() <= 255 && Path::new(name).file_name() == Some(name) {
+            std::fs::write(directory.join(name), pair[1]).expect("/dev/shm");
+        }
+    }
+    let of_directory = Keys::load_by(&KeySource::Path(directory.clone()), Rules::default(), Instant::now());
+    std::fs::remove_dir_all(&directory).expect("it is ours");
+    if let Ok(keys) = of_directory {
+        assert!(keys.required() && !keys.names().is_empty() && keys.names().len() <= fields.len());
+        for pair in fields.chunks_exact(2) {
+            let Ok(key) = std::str::from_utf8(pair[1]) else { continue };
+            if let Ok(tenant) = keys.tenant(Some(&*format!("Bearer {}", key.trim())), None) {
+                assert!(fields.iter().any(|name| *name == tenant.name().as_bytes()), "{tenant:?}");
+            }
+        }
+    }
+    if !data.contains(&0) {
+        // SAFETY: a target runs on this thread, and no other of the process reads variables.
+        unsafe { std::env::set_var(VARIABLE, OsStr::from_bytes(data)) };
+        if let Ok(keys) = Keys::load_by(&KeySource::Variable(VARIABLE.to_owned()), Rules::default(), Instant::now()) {
+            assert!(keys.required() && !keys.names().is_empty());
+            assert!(keys.tenant(Some("Bearer x"), None).is_err());
+        }
+    }
+}
+
+fn source_seeds() -> Vec<Vec<u8>> {
+    vec![
+        b"alice\0sk-alice-0123456789abcdef\n\0bob\0sk-bob-0123456789abcdefgh".to_vec(),
+        b"..data\0x\0alice\0 sk-alice-0123456789abcdef".to_vec(),
+        b" sk-0123456789abcdef0123\n".to_vec(),
+        key_seeds().remove(0),
+    ]
+}
+
+/// A certificate as DER, of which a client's names are read; and lines that are the URIs of a peer's.
+fn certificates(data: &[u8]) {
+    let names = ClientName::of(&data.to_vec().into());
+    assert!(names.spiffe_id.is_none_or(|id| id.starts_with("spiffe://") && id.len() <= 2048));
+    assert!(names.common_name.is_none_or(|name| name.len() <= data.len()));
+    let text = String::from_utf8_lossy(data);
+    if let Ok(Some(name)) = PeerName::among(text.lines()) {
+        let uri = name.to_string();
+        assert!(text.lines().eq([&*uri]), "a name stands alone, and is written in one way: {uri}");
+        assert_eq!(PeerName::among([&*uri].into_iter()), Ok(Some(name)));
+    }
+}
+
+fn certificate_seeds() -> Vec<Vec<u8>> {
+    let key = KeyPair::generate().expect("a key");
+    let certificate = |uris: &[&str], names: &[(DnType, &str)]| {
+        let mut params = CertificateParams::new(vec!["localhost".to_owned()]).expect("a name");
+        let uri = |uri: &&str| SanType::URI((*uri).try_into().expect("ASCII"));
+        params.subject_alt_names.extend(uris.iter().map(uri));
+        names.iter().for_each(|(kind, name)| params.distinguished_name.push(kind.clone(), *name));
+        params.self_signed(&key).expect("a certificate").der().to_vec()
+    };
+    vec![
+        certificate(&["spiffe://example.org/tandem/decode/d0"], &[(DnType::CommonName, "team a")]),
+        certificate(&["https://example.org", "spiffe://a/b"], &[(DnType::OrganizationName, "Example")]),
+        certificate(&[], &[(DnType::OrganizationName, "Example"), (DnType::CommonName, &"x".repeat(300))]),
+        b"spiffe://example.org/tandem/router".to_vec(),
+        b"spiffe://example.org/tandem/prefill/p-0.Z_9\nhttps://example.org".to_vec(),
     ]
 }
 

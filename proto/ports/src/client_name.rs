@@ -27,7 +27,8 @@ pub struct ClientName {
 }
 
 impl ClientName {
-    fn of(cert: &CertificateDer<'_>) -> Self {
+    /// Those in a certificate, whoever signed it; none in what is no certificate.
+    pub fn of(cert: &CertificateDer<'_>) -> Self {
         let Ok(cert) = EndEntityCert::try_from(cert) else { return Self::default() };
         let spiffe_id = spiffe_id(cert.valid_uri_names()).ok().flatten().map(str::to_owned);
         Self { spiffe_id, common_name: common_name(cert.subject()).map(str::to_owned) }
