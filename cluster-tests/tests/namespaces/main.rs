@@ -2,9 +2,11 @@
 //! them. Takes root, `ip` and `unshare`; where these are missing the tests say so and end, and with
 //! `TANDEM_REQUIRE_NAMESPACES=1` they fail.
 //!
+//! - [`names`]: routers behind a name in DNS, which comes and goes.
 //! - [`network`]: the namespaces. Nodes of one namespace share memory, those of different ones only a network, and not
 //!   their loopback addresses.
 
+mod names;
 mod network;
 
 use std::path::Path;

@@ -38,13 +38,10 @@ impl Network {
         let prefix = format!("tdm{}-{subnet}", std::process::id());
         let network = Self { keepers: Vec::new(), prefix, subnet };
         let hub = network.name(Inside::Hub);
-        if let Err(error) = run(&format!("ip netns add {hub}")).and_then(|()| run("unshare --ipc true")) {
-            let required = std::env::var_os("TANDEM_REQUIRE_NAMESPACES").is_some_and(|value| value == "1");
-            ensure!(!required, "TANDEM_REQUIRE_NAMESPACES=1: {error:#}");
-            eprintln!("SKIPPED: namespaces are not permitted here: {error:#}");
-            return Ok(None);
+        match is_permitted(&[&format!("ip netns add {hub}"), "unshare --ipc true"])? {
+            true => network.connect().map(Some),
+            false => Ok(None),
         }
-        network.connect().map(Some)
     }
 
     fn connect(mut self) -> anyhow::Result<Self> {
@@ -125,6 +122,18 @@ fn keeper() -> anyhow::Result<Child> {
     BufReader::new(output).read_line(&mut there)?;
     ensure!(there == "there\n", "unshare --ipc did not come to its own namespace");
     Ok(keeper)
+}
+
+/// Whether these commands succeed; that one does not is said.
+///
+/// # Errors
+/// They are required (`TANDEM_REQUIRE_NAMESPACES=1`), and one fails.
+pub fn is_permitted(commands: &[&str]) -> anyhow::Result<bool> {
+    let Err(error) = commands.iter().try_for_each(|command| run(command)) else { return Ok(true) };
+    let required = std::env::var_os("TANDEM_REQUIRE_NAMESPACES").is_some_and(|value| value == "1");
+    ensure!(!required, "TANDEM_REQUIRE_NAMESPACES=1: {error:#}");
+    eprintln!("SKIPPED: namespaces are not permitted here: {error:#}");
+    Ok(false)
 }
 
 fn run(command: &str) -> anyhow::Result<()> {
