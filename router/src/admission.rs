@@ -12,7 +12,7 @@
 //! room comes ([`look_for_room`]); all others only notify it. Refusals are made at the entry, before any work was
 //! spent.
 //!
-//! Nothing here outlives its request: dropping an [`Entry`] or a [`Slot`] gives the place back, whatever state it is
+//! Nothing here outlives its request: dropping an [`Entered`] or a [`Slot`] gives the place back, whatever state it is
 //! in.
 pub mod cache_salt;
 pub mod drain_rate;
@@ -74,7 +74,7 @@ pub struct Admission {
 
 /// A place in the queue, or beyond it. Dropping it gives the place back.
 #[derive(Debug)]
-pub struct Entry {
+pub struct Entered {
     place: Place,
     /// `None`: it has started.
     started: Option<oneshot::Receiver<()>>,
@@ -158,7 +158,7 @@ impl Admission {
     /// # Errors
     /// `Overloaded`, with the time after which it is worth another try, for a rate, a limit of the queue or a time that
     /// cannot be kept; `Unavailable` when the router drains.
-    pub fn enter_all(&self, tenant: &Tenant, asks: Vec<Ask>, now: Instant) -> Result<Vec<Entry>, Refusal> {
+    pub fn enter_all(&self, tenant: &Tenant, asks: Vec<Ask>, now: Instant) -> Result<Vec<Entered>, Refusal> {
         self.open()?;
         let costs: Vec<u64> = asks.iter().map(|ask| ask.demand.tokens()).collect();
         let (requests, tokens) = (u32::try_from(costs.len()).unwrap_or(u32::MAX), costs.iter().sum());
@@ -171,7 +171,7 @@ impl Admission {
             Ok(places) => {
                 let entry = |((ticket, started), tokens)| {
                     let (inner, tenant) = (Arc::clone(&self.inner), tenant.clone());
-                    Entry {
+                    Entered {
                         place: Place { inner, ticket, tenant, requests: 1, tokens, used: 0, generated: 0 },
                         started,
                     }
@@ -294,7 +294,7 @@ impl Admission {
     }
 }
 
-impl Entry {
+impl Entered {
     /// Waits for the slot. Dropping the future leaves the queue.
     ///
     /// # Errors
@@ -439,7 +439,7 @@ impl Inner {
     }
 
     /// Changes the queue and wakes whose turn it is, and those whose deadline passed.
-    fn change<T>(&self, change: impl FnOnce(&mut State, queue::Room<'_>) -> (Turn, T)) -> T {
+    fn change<T>(&self, change: impl FnOnce(&mut State, queue::HasRoom<'_>) -> (Turn, T)) -> T {
         let mut state = self.lock();
         // Who has a slot starts then, whatever room the nodes have.
         let (without_queue, node_queue) = (state.queue.places() == 0, state.node_queue);

@@ -35,7 +35,7 @@ use tokio_util::sync::CancellationToken;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::admission::cache_salt::CacheSalts;
-use crate::admission::{Admission, ENDING, Entry, REASONS, Reason, Slot};
+use crate::admission::{Admission, ENDING, Entered, REASONS, Reason, Slot};
 use crate::caller::Parent;
 use crate::capacity::Demand;
 use crate::failure::{BOUNDS, Bound, CAUSES, Cause, Failure};
@@ -119,7 +119,7 @@ type Client = mpsc::Sender<Result<GenerationEvent, Error>>;
 pub fn start(
     shared: &Arc<Shared>,
     request: GenerationRequest,
-    entry: Entry,
+    entry: Entered,
     client: Client,
     cancel: CancellationToken,
 ) -> Identities {
@@ -224,7 +224,7 @@ struct Run {
 }
 
 impl Run {
-    async fn until_the_end(mut self: Box<Self>, entry: Entry, cancel: CancellationToken) {
+    async fn until_the_end(mut self: Box<Self>, entry: Entered, cancel: CancellationToken) {
         let ending = self.shared.ending.clone();
         // Leaving this block without an answer drops both legs, which cancels the work on both nodes.
         let outcome = tokio::select! {
@@ -247,7 +247,7 @@ impl Run {
     }
 
     /// Attempt after attempt, until the answer is complete or there is no other attempt.
-    async fn answer(&mut self, entry: Entry) -> Result<Answered, Error> {
+    async fn answer(&mut self, entry: Entered) -> Result<Answered, Error> {
         self.slot = Some(entry.admitted().await?);
         if self.shared.admission.has_tenants() {
             self.progress.hide_priority();

@@ -27,7 +27,7 @@ use crate::caller::{MAX_REQUEST_ID_BYTES, Parent, is_request_id, parent, request
 use crate::flow::refused::Refused;
 use crate::generation::{GenerationEvent, GenerationRequest, MAX_CHOICES};
 use crate::text::{ModelText, SpecialTokens};
-use guard::{Guarded, Room};
+use guard::{Guarded, MessageRoom};
 
 /// What a call that is refused was about, as far as its headers tell.
 const API: &str = "generate_content";
@@ -127,7 +127,7 @@ impl v1::inference_server::Inference for Edge {
         let received = clock::now();
         let (metadata, mut extensions, message) = request.into_parts();
         let refused = |error: &Error| self.service.refused(error.kind);
-        extensions.get::<Room>().inspect(|room| room.read());
+        extensions.get::<MessageRoom>().inspect(|room| room.read());
         // As the guard found out: no call comes past it.
         let unknown = || Error::new(ErrorKind::Unauthenticated, "nobody has asked whose call this is");
         let tenant = extensions.remove::<Tenant>().ok_or_else(unknown).inspect_err(refused)?;
@@ -146,7 +146,7 @@ impl v1::inference_server::Inference for Edge {
         };
         let checked = self.check(message, &caller, received).await;
         // The message is tokens by now: its room is for others.
-        drop(extensions.remove::<Room>());
+        drop(extensions.remove::<MessageRoom>());
         let started = match checked.inspect_err(refused) {
             // What the flow refuses, it counts itself.
             Ok(requests) => self.service.generate_all(requests),

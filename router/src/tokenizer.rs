@@ -5,6 +5,7 @@ mod encoder;
 mod gguf;
 mod json;
 mod specials;
+mod words;
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -14,7 +14,7 @@ use tandem_ports::ClientName;
 use tandem_proto::{Error, ErrorKind, MAX_PRIORITY};
 
 pub use self::source::KeySource;
-use self::source::{Entry, SPIFFE, check_certificate, check_key};
+use self::source::{KeyEntry, SPIFFE, check_certificate, check_key};
 use super::limiter::Rates;
 use super::tenant::{MAX_WEIGHT, Tenant, Terms, check_name};
 use crate::caller::Credentials;
@@ -66,7 +66,7 @@ pub struct KeysError {
     why: String,
 }
 
-impl Entry {
+impl KeyEntry {
     /// Its limits at one of so many routers; a part of a request or token is a whole one.
     fn share(self, replicas: NonZeroU32) -> Self {
         let share = |limit: Option<u32>| limit.map(|limit| limit.div_ceil(replicas.get()));
@@ -172,12 +172,12 @@ fn read(source: &KeySource, rules: Rules, now: Instant) -> Result<Vec<Key>, Keys
     keys.map_err(|why| KeysError { source_name: source.to_string(), why })
 }
 
-fn checked(keys: Vec<Entry>, rules: Rules, now: Instant) -> Result<Vec<Key>, String> {
+fn checked(keys: Vec<KeyEntry>, rules: Rules, now: Instant) -> Result<Vec<Key>, String> {
     if keys.is_empty() || keys.len() > MAX_KEYS {
         return Err(format!("{} keys; 1 to {MAX_KEYS} are possible", keys.len()));
     }
     let (mut names, mut digests, mut certificates) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
-    let key = |entry: Entry| {
+    let key = |entry: KeyEntry| {
         let name = entry.name.clone();
         let key = key(entry.share(rules.replicas), now).map_err(|why| format!("key {name:?}: {why}"))?;
         if key.certificate.is_some() && !rules.client_certificates {
@@ -197,7 +197,7 @@ fn checked(keys: Vec<Entry>, rules: Rules, now: Instant) -> Result<Vec<Key>, Str
     keys.into_iter().map(key).collect()
 }
 
-fn key(entry: Entry, now: Instant) -> Result<Key, String> {
+fn key(entry: KeyEntry, now: Instant) -> Result<Key, String> {
     check_name(&entry.name)?;
     let digest = match (&entry.key, &entry.sha256) {
         (Some(key), None) => {

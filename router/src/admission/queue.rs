@@ -98,7 +98,7 @@ pub struct Turn {
 }
 
 /// Whether the nodes have room for a request behind those that are ahead of it.
-pub type Room<'a> = &'a mut dyn FnMut(&Demand, &Ahead) -> bool;
+pub type HasRoom<'a> = &'a mut dyn FnMut(&Demand, &Ahead) -> bool;
 
 /// See the head of this file.
 #[derive(Debug)]
@@ -212,7 +212,12 @@ impl Queue {
 
     /// Takes requests in that are of no use without each other: all or none. Each starts (then its ticket is in the
     /// turn) or waits.
-    pub fn enter_all(&mut self, asks: Vec<Ask>, now: Instant, room: Room<'_>) -> (Result<Vec<Ticket>, Refused>, Turn) {
+    pub fn enter_all(
+        &mut self,
+        asks: Vec<Ask>,
+        now: Instant,
+        room: HasRoom<'_>,
+    ) -> (Result<Vec<Ticket>, Refused>, Turn) {
         let expired = self.expire(now);
         // Too late even for one that starts at once: nothing else matters.
         if let Some(refused) = asks.iter().find_map(|ask| self.too_late(ask, None, now)) {
@@ -288,7 +293,7 @@ impl Queue {
     }
 
     /// Time has passed, a slot is free, or the nodes have other room than before.
-    pub fn tick(&mut self, now: Instant, room: Room<'_>) -> Turn {
+    pub fn tick(&mut self, now: Instant, room: HasRoom<'_>) -> Turn {
         let mut turn = Turn::default();
         if self.waiting() > 0 {
             turn.expired = self.expire(now);
@@ -447,7 +452,7 @@ impl Queue {
         Some(waiting)
     }
 
-    fn start(&mut self, now: Instant, room: Room<'_>) -> Vec<Ticket> {
+    fn start(&mut self, now: Instant, room: HasRoom<'_>) -> Vec<Ticket> {
         let mut started = Vec::new();
         while self.inflight < self.bounds.max_inflight
             && let Some((pool, lane, key)) = self.next(room)
@@ -471,7 +476,7 @@ impl Queue {
     }
 
     /// The request whose turn it is, if there is room for it or for one that may pass it.
-    fn next(&mut self, room: Room<'_>) -> Option<(usize, Arc<str>, Key)> {
+    fn next(&mut self, room: HasRoom<'_>) -> Option<(usize, Arc<str>, Key)> {
         let mut passed: Vec<(usize, Arc<str>, Key)> = Vec::new();
         // Its other requests wait for the one that was passed enough.
         let mut closed = None;

@@ -146,12 +146,12 @@ fn ask() -> Ask {
 
 impl Admission {
     /// One request by itself.
-    fn enter(&self, tenant: &Tenant, ask: Ask, now: Instant) -> Result<Entry, Refusal> {
+    fn enter(&self, tenant: &Tenant, ask: Ask, now: Instant) -> Result<Entered, Refusal> {
         self.enter_all(tenant, vec![ask], now).map(|mut entries| entries.remove(0))
     }
 }
 
-fn enter(admission: &Admission) -> Result<Entry, Refusal> {
+fn enter(admission: &Admission) -> Result<Entered, Refusal> {
     admission.enter(&Tenant::default(), ask(), clock::now())
 }
 

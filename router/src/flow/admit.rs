@@ -7,7 +7,7 @@ use tandem_proto::{Error, ErrorKind};
 use tandem_telemetry::clock;
 
 use super::{Shared, check, refusal};
-use crate::admission::{Ask, Entry, Reason, Refusal, Tenant};
+use crate::admission::{Ask, Entered, Reason, Refusal, Tenant};
 use crate::capacity::Predicted;
 use crate::generation::GenerationRequest;
 use crate::limits::Limits;
@@ -17,7 +17,7 @@ use crate::select::Wish;
 ///
 /// # Errors
 /// As [`crate::api::Service::generate`].
-pub fn all(shared: &Shared, requests: &[GenerationRequest]) -> Result<Vec<Entry>, Error> {
+pub fn all(shared: &Shared, requests: &[GenerationRequest]) -> Result<Vec<Entered>, Error> {
     let checked = requests.iter().try_for_each(|request| check::check(request, &shared.model));
     checked
         .and_then(|()| few_enough(shared, requests.len()))
@@ -62,7 +62,7 @@ fn few_enough(shared: &Shared, requests: usize) -> Result<(), Error> {
     Ok(())
 }
 
-fn enter(shared: &Shared, requests: &[GenerationRequest]) -> Result<Vec<Entry>, Error> {
+fn enter(shared: &Shared, requests: &[GenerationRequest]) -> Result<Vec<Entered>, Error> {
     let Some(first) = requests.first() else { return Ok(Vec::new()) };
     let now = clock::now();
     let entered = match shared.membership.has_pair() {

@@ -49,7 +49,7 @@ pub(super) struct Guarded {
 
 /// The room of a call's message. Its handler and its body share it: the one that is done last gives it back.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Room(Arc<Held>);
+pub(super) struct MessageRoom(Arc<Held>);
 
 #[derive(Debug, Default)]
 struct Held {
@@ -58,7 +58,7 @@ struct Held {
     is_read: AtomicBool,
 }
 
-impl Room {
+impl MessageRoom {
     fn keep(&self, reserved: Reserved) {
         *self.0.reserved.lock().unwrap_or_else(PoisonError::into_inner) = reserved;
     }
@@ -109,7 +109,7 @@ impl tower::Service<http::Request<Body>> for Guarded {
                 return Box::pin(std::future::ready(Ok(status.into_http())));
             }
         };
-        let room = Room::default();
+        let room = MessageRoom::default();
         request.extensions_mut().insert(tenant);
         request.extensions_mut().insert(room.clone());
         let (service, known) = (self.service.clone(), room.clone());
@@ -177,7 +177,7 @@ fn bounded(
     mut body: Body,
     packing: Packing,
     intake: Intake,
-    room: Room,
+    room: MessageRoom,
 ) -> impl Stream<Item = Result<Frame<Bytes>, Status>> + Send {
     let mut deadline = Instant::now() + READ_LIMIT;
     async_stream::try_stream! {

@@ -7,7 +7,7 @@ const NONE: u32 = u32::MAX;
 /// A list from the most to the least recently used entry, over a slab whose numbers stay.
 #[derive(Debug)]
 pub(super) struct Entries {
-    slab: Vec<Entry>,
+    slab: Vec<BlockEntry>,
     newest: u32,
     oldest: u32,
     /// First of the unused ones, which are linked by `older`.
@@ -16,7 +16,7 @@ pub(super) struct Entries {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Entry {
+pub(super) struct BlockEntry {
     pub hash: SequenceHash,
     /// Names the set of its holders; [`NONE`] when this entry is unused.
     pub set: u32,
@@ -34,12 +34,12 @@ impl Entries {
     }
 
     /// The entry with this number, which is in use.
-    pub fn get(&self, id: u32) -> &Entry {
+    pub fn get(&self, id: u32) -> &BlockEntry {
         &self.slab[id as usize]
     }
 
     /// The entry at this place of the slab, if it is in use; the places are `0..slots()`.
-    pub fn at(&self, id: u32) -> Option<&Entry> {
+    pub fn at(&self, id: u32) -> Option<&BlockEntry> {
         self.slab.get(id as usize).filter(|entry| entry.set != NONE)
     }
 
@@ -53,7 +53,7 @@ impl Entries {
 
     /// Adds an entry as the most recently used one, or right after `newer` in the order of use.
     pub fn add(&mut self, hash: SequenceHash, set: u32, newer: Option<u32>) -> u32 {
-        let entry = Entry { hash, set, newer: NONE, older: NONE };
+        let entry = BlockEntry { hash, set, newer: NONE, older: NONE };
         let id = match self.unused {
             NONE => {
                 self.slab.push(entry);
@@ -70,7 +70,7 @@ impl Entries {
         id
     }
 
-    pub fn remove(&mut self, id: u32) -> Entry {
+    pub fn remove(&mut self, id: u32) -> BlockEntry {
         self.unlink(id, id);
         let entry = &mut self.slab[id as usize];
         let removed = *entry;

@@ -20,7 +20,7 @@ use crate::select::{NodeView, Role, Work};
 
 /// A node, without its view.
 #[derive(Debug)]
-pub(super) struct Entry {
+pub(super) struct NodeEntry {
     pub node: Arc<Node>,
     pub load: v1::Load,
     /// Whether there was a report.
@@ -32,7 +32,7 @@ pub(super) struct Entry {
     factor: Factor,
 }
 
-impl Entry {
+impl NodeEntry {
     pub fn new(node: Arc<Node>, breaker: Breaker, now: Instant) -> Self {
         let load = v1::Load { free_blocks: node.info.total_blocks, ..v1::Load::default() };
         let (bookings, factor) = (Bookings::new(now), Factor::default());

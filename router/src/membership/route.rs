@@ -9,7 +9,7 @@ use tokio::sync::Notify;
 
 use super::Node;
 use super::booking::BookingId;
-use super::entry::Entry;
+use super::entry::NodeEntry;
 use super::table_lock::TableLock;
 use crate::select::ways::{Apart, Fallback, PairWay};
 use crate::select::{Candidate, Plan, Role};
@@ -49,7 +49,7 @@ impl Route {
 
     /// The node of `role` did its part.
     pub fn succeeded(&self, role: Role) {
-        self.table.with(|table| table.each([self.booking(role)], Entry::succeeded));
+        self.table.with(|table| table.each([self.booking(role)], NodeEntry::succeeded));
     }
 
     /// The node of `role` failed.

@@ -9,8 +9,8 @@ use tandem_proto::{DEFAULT_BLOCK_TOKENS, Error, ErrorKind, Life, SequenceHash, v
 
 use super::answers::Answers;
 use super::booking::{BookingId, Stage};
-use super::breaker::{Breaker, Settings};
-use super::entry::Entry;
+use super::breaker::{self, Breaker};
+use super::entry::NodeEntry;
 use super::fence::Fence;
 use super::node_capacity::{BlockDemand, ClusterCapacity, Room};
 use super::notice::Notice;
@@ -36,7 +36,7 @@ pub(super) struct Booked {
 
 #[derive(Debug)]
 pub(super) struct Table {
-    entries: BTreeMap<u64, Entry>,
+    entries: BTreeMap<u64, NodeEntry>,
     /// What the choice sees of each entry, in the same order: by session.
     views: Vec<NodeView>,
     links: Links,
@@ -48,7 +48,7 @@ pub(super) struct Table {
     /// When [`Table::expire`] was last called.
     watched: Option<Instant>,
     fence: Fence,
-    breakers: Settings,
+    breakers: breaker::Settings,
     /// Breakers that opened, of prefill and of decode nodes.
     opened: [u64; 2],
     /// By [`Death`].
@@ -66,7 +66,7 @@ pub(super) struct Table {
 
 impl Table {
     /// Nodes that were silent for half of `lease` are suspect: tried last.
-    pub fn new(breakers: Settings, index: PrefixIndex, lease: Duration) -> Self {
+    pub fn new(breakers: breaker::Settings, index: PrefixIndex, lease: Duration) -> Self {
         Self {
             suspicion: lease / 2,
             entries: BTreeMap::new(),
@@ -93,7 +93,7 @@ impl Table {
     }
 
     /// For nodes that register from now on.
-    pub fn set_breakers(&mut self, breakers: Settings) {
+    pub fn set_breakers(&mut self, breakers: breaker::Settings) {
         self.breakers = breakers;
     }
 
@@ -144,7 +144,7 @@ impl Table {
         }
         self.last_session = node.session;
         let domains = self.ways.enter(node.role, &node.info);
-        let entry = Entry::new(Arc::clone(&node), Breaker::new(self.breakers), now);
+        let entry = NodeEntry::new(Arc::clone(&node), Breaker::new(self.breakers), now);
         // Sessions only grow: the last one stays the last.
         self.views.push(entry.view(domains));
         self.entries.insert(node.session, entry);
@@ -161,7 +161,7 @@ impl Table {
         self.ways.look_for_gaps(self.views.iter().zip(infos));
     }
 
-    fn of(&mut self, session: u64) -> Option<(&mut Entry, &mut NodeView)> {
+    fn of(&mut self, session: u64) -> Option<(&mut NodeEntry, &mut NodeView)> {
         let place = self.place(session)?;
         Some((self.entries.get_mut(&session)?, &mut self.views[place]))
     }
@@ -172,7 +172,7 @@ impl Table {
     }
 
     /// Takes the node out, and all that was only of use with it.
-    fn take(&mut self, session: u64) -> Option<Entry> {
+    fn take(&mut self, session: u64) -> Option<NodeEntry> {
         let entry = self.entries.remove(&session)?;
         self.index.remove(session);
         if let Some(place) = self.place(session) {
@@ -248,7 +248,7 @@ impl Table {
     pub fn leave(&mut self, session: u64, why: &str, now: Instant) {
         let draining = self.of(session).is_some_and(|(_, view)| view.draining);
         match draining.then(|| self.take(session)).flatten() {
-            Some(Entry { node, .. }) => {
+            Some(NodeEntry { node, .. }) => {
                 self.departs(&node, None, now);
                 self.notices.push(Notice::Drained(node));
             }
@@ -280,7 +280,7 @@ impl Table {
                 self.entries.values_mut().for_each(|entry| entry.heard = now.min(entry.heard + unwatched));
             }
         }
-        let silent = |entry: &Entry| now.saturating_duration_since(entry.heard) > lease;
+        let silent = |entry: &NodeEntry| now.saturating_duration_since(entry.heard) > lease;
         let sessions: Vec<u64> = self.entries.iter().filter(|(_, e)| silent(e)).map(|(session, _)| *session).collect();
         for session in &sessions {
             self.remove(*session, Death::Silent, &format!("it was silent for {} ms", lease.as_millis()), now);
@@ -423,7 +423,7 @@ impl Table {
     }
 
     /// Lets `change` happen to the number of each of these bookings, in the row of its node, if that is still there.
-    pub fn each(&mut self, bookings: impl IntoIterator<Item = BookingId>, change: impl Fn(&mut Entry, u64)) {
+    pub fn each(&mut self, bookings: impl IntoIterator<Item = BookingId>, change: impl Fn(&mut NodeEntry, u64)) {
         for BookingId { session, number } in bookings {
             if let Some(entry) = self.entries.get_mut(&session) {
                 change(entry, number);
@@ -470,7 +470,7 @@ impl Table {
     ) -> bool {
         let mut capacity = ClusterCapacity::new(wanted, settings.local);
         let mut nodes = self.entries.values().zip(&self.views);
-        let mut enough = |(entry, view): (&Entry, _)| {
+        let mut enough = |(entry, view): (&NodeEntry, _)| {
             capacity.tell(view, &entry.capacity(view, now), entry.is_sound(now, self.suspicion))
         };
         let room = if nodes.any(&mut enough) { Room::Yes } else { capacity.answer() };
@@ -546,13 +546,13 @@ impl Table {
 
     pub fn breakers(&self, now: Instant) -> Breakers {
         let of =
-            |(entry, view): (&Entry, &NodeView)| (view.role, Arc::clone(&view.node_id), entry.breaker.circuit(now));
+            |(entry, view): (&NodeEntry, &NodeView)| (view.role, Arc::clone(&view.node_id), entry.breaker.circuit(now));
         Breakers { nodes: self.entries.values().zip(&self.views).map(of).collect(), opened: self.opened }
     }
 
     /// As people are shown it, the nodes by session.
     pub fn now(&self, at: Instant) -> ClusterNow {
-        let now = |(entry, view): (&Entry, &NodeView)| {
+        let now = |(entry, view): (&NodeEntry, &NodeView)| {
             entry.now(view, self.index.blocks_of(view.session), at, self.suspicion)
         };
         let nodes = self.entries.values().zip(&self.views).map(now).collect();

@@ -29,7 +29,7 @@ use tonic::Status;
 use tonic::body::Body;
 use tower::Service;
 
-use ahead::{Ahead, Head, Opened};
+use ahead::{CallsAhead, Head, Opened};
 use outbound::Outbound;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -59,7 +59,7 @@ struct Way {
     /// Within TLS, and then with nobody but this node.
     secured: Option<Secured>,
     line: Mutex<Option<Line>>,
-    ahead: Ahead,
+    ahead: CallsAhead,
 }
 
 /// What does not change, and the cluster's tokens, of which the one that is shown may.
@@ -86,7 +86,7 @@ struct Connected {
 impl Wire {
     /// To the node there, with `own` in each call's head; connects at the first one.
     pub fn new(node: Authority, own: Own, secured: Option<Secured>) -> Self {
-        Self { way: Arc::new(Way { node, own, secured, line: Mutex::default(), ahead: Ahead::default() }) }
+        Self { way: Arc::new(Way { node, own, secured, line: Mutex::default(), ahead: CallsAhead::default() }) }
     }
 
     async fn open(self, request: Request<Body>) -> Result<Response<Body>, Status> {

@@ -1,33 +1,26 @@
 //! Text without special tokens → ids. What comes out is the `tokenizers` crate's word; but that takes a microsecond for
 //! each token, and texts consist of the same words again and again. So a text is cut into words, where that changes
-//! nothing, and what a word became once is looked up.
-use std::collections::HashMap;
-use std::hash::{BuildHasher, Hasher};
-use std::sync::{PoisonError, RwLock};
-
+//! nothing, and what a word became once is looked up ([`Words`]).
 use tokenizers::SplitDelimiterBehavior;
 use tokenizers::normalizers::NormalizerWrapper;
 use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::pre_tokenizers::split::SplitPattern;
-use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// Words that are remembered; with one more, all are forgotten. They take some 4 MiB.
-const MOST_WORDS: usize = 1 << 15;
+use super::words::Words;
+
 /// Bytes of a word that is remembered.
 const LONGEST_WORD: usize = 24;
 
 /// A BPE, and what it made of words.
 pub(super) struct Encoder {
     bpe: tokenizers::Tokenizer,
-    /// `None` where the ids of a word may depend on what stands beside it. Held for a look-up at a time.
-    words: Option<RwLock<Words>>,
+    /// `None` where the ids of a word may depend on what stands beside it.
+    words: Option<Words>,
 }
-
-type Words = HashMap<Box<str>, Box<[u32]>, Seed>;
 
 impl Encoder {
     pub fn new(bpe: tokenizers::Tokenizer) -> Self {
-        let words = cuts_at_words(&bpe).then(RwLock::default);
+        let words = cuts_at_words(&bpe).then(Words::default);
         Self { bpe, words }
     }
 
@@ -53,19 +46,13 @@ impl Encoder {
         self.encode_whole(&text[from..], ids)
     }
 
-    fn encode_word(&self, words: &RwLock<Words>, word: &str, ids: &mut Vec<u32>) -> tokenizers::Result<()> {
-        // A panic of a holder leaves no half a word behind.
-        if let Some(known) = words.read().unwrap_or_else(PoisonError::into_inner).get(word) {
-            ids.extend_from_slice(known);
+    fn encode_word(&self, words: &Words, word: &str, ids: &mut Vec<u32>) -> tokenizers::Result<()> {
+        if words.append(word, ids) {
             return Ok(());
         }
         let before = ids.len();
         self.encode_whole(word, ids)?;
-        let mut words = words.write().unwrap_or_else(PoisonError::into_inner);
-        if words.len() >= MOST_WORDS {
-            words.clear();
-        }
-        words.insert(word.into(), ids[before..].into());
+        words.learn(word, &ids[before..]);
         Ok(())
     }
 
@@ -74,40 +61,6 @@ impl Encoder {
             ids.extend_from_slice(self.bpe.encode_fast(text, false)?.get_ids());
         }
         Ok(())
-    }
-}
-
-/// Hashes words faster than the standard library does: of a prompt every word is looked up. Nobody outside knows the
-/// seed.
-#[derive(Clone)]
-struct Seed(u64);
-
-impl Default for Seed {
-    fn default() -> Self {
-        Self(rand::random())
-    }
-}
-
-impl BuildHasher for Seed {
-    type Hasher = Hash;
-
-    fn build_hasher(&self) -> Hash {
-        Hash(self.0)
-    }
-}
-
-struct Hash(u64);
-
-impl Hasher for Hash {
-    fn write(&mut self, bytes: &[u8]) {
-        self.0 = xxh3_64_with_seed(bytes, self.0);
-    }
-
-    /// What ends a text, where several are hashed. Here it is one.
-    fn write_u8(&mut self, _: u8) {}
-
-    fn finish(&self) -> u64 {
-        self.0
     }
 }
 
@@ -284,23 +237,12 @@ mod tests {
     }
 
     #[test]
-    fn words_are_remembered_up_to_a_bound() {
-        let known = |encoder: &Encoder| encoder.words.as_ref().unwrap().read().unwrap().len();
+    fn words_are_remembered() {
         for bpe in [bare("llama"), bare("qwen3"), cut_by(bytes(false, true))] {
             let (encoder, mut ids) = (Encoder::new(bpe), Vec::new());
             encoder.encode("the nodes, and the nodes: 42 nodes!", &mut ids).unwrap();
-            let words = encoder.words.as_ref().unwrap().read().unwrap();
-            let mut words: Vec<&str> = words.keys().map(AsRef::as_ref).collect();
-            words.sort_unstable();
-            assert_eq!(words, [" and", " nodes", " the", "!", ",", "the"]);
+            assert_eq!(encoder.words.unwrap().all(), [" and", " nodes", " the", "!", ",", "the"]);
         }
-        let (encoder, mut ids) = (Encoder::new(bare("llama")), Vec::new());
-        let letter = |number: usize| char::from(b'a' + (number % 26) as u8);
-        for number in 0..MOST_WORDS + 10 {
-            let word: String = (0..4).map(|place| letter(number / 26_usize.pow(place))).collect();
-            encoder.encode(&word, &mut ids).unwrap();
-        }
-        assert_eq!(known(&encoder), 10);
     }
 
     #[test]

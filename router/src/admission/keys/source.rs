@@ -55,7 +55,7 @@ impl Display for KeySource {
 
 impl KeySource {
     /// All entries.
-    pub(super) fn read(&self) -> Result<Vec<Entry>, String> {
+    pub(super) fn read(&self) -> Result<Vec<KeyEntry>, String> {
         match self {
             Self::Path(path) if path.is_dir() => directory(path),
             Self::Path(path) => json(&text(path, MAX_FILE_BYTES)?),
@@ -71,13 +71,13 @@ impl KeySource {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Entries {
-    keys: Vec<Entry>,
+    keys: Vec<KeyEntry>,
 }
 
 /// One tenant.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Entry {
+pub(super) struct KeyEntry {
     pub name: String,
     pub key: Option<String>,
     pub sha256: Option<String>,
@@ -94,7 +94,7 @@ pub(super) struct Entry {
     pub share_prefix_cache: bool,
 }
 
-impl Entry {
+impl KeyEntry {
     /// A tenant of whom nothing is said but the key.
     fn of(name: &str, key: &str) -> Self {
         Self {
@@ -120,22 +120,22 @@ fn most_urgent() -> i32 {
     -MAX_PRIORITY
 }
 
-pub(super) fn json(text: &str) -> Result<Vec<Entry>, String> {
+pub(super) fn json(text: &str) -> Result<Vec<KeyEntry>, String> {
     let Entries { keys } = serde_json::from_str(text)
         .map_err(|error| format!(r#"{error}; what is wanted is {{"keys": [{{"name": "NAME", "key": "KEY"}}, …]}}"#))?;
     Ok(keys)
 }
 
 /// A JSON file's text, or one key, which is no JSON.
-fn variable(value: &str) -> Result<Vec<Entry>, String> {
+fn variable(value: &str) -> Result<Vec<KeyEntry>, String> {
     match value.trim() {
         text if text.starts_with('{') => json(text),
-        key => Ok(vec![Entry::of(DEFAULT_TENANT, key)]),
+        key => Ok(vec![KeyEntry::of(DEFAULT_TENANT, key)]),
     }
 }
 
 /// Kubernetes keeps the versions of a secret below names that begin with a dot, and its keys are links to them.
-fn directory(path: &Path) -> Result<Vec<Entry>, String> {
+fn directory(path: &Path) -> Result<Vec<KeyEntry>, String> {
     let mut names = Vec::new();
     for file in std::fs::read_dir(path).map_err(|error| error.to_string())? {
         let name = file.map_err(|error| error.to_string())?.file_name();
@@ -150,7 +150,7 @@ fn directory(path: &Path) -> Result<Vec<Entry>, String> {
     names.sort();
     let entry = |name: &String| {
         let key = text(&path.join(name), MAX_KEY_BYTES).map_err(|why| format!("{name}: {why}"))?;
-        Ok(Entry::of(name, key.trim()))
+        Ok(KeyEntry::of(name, key.trim()))
     };
     names.iter().map(entry).collect()
 }

@@ -31,18 +31,18 @@ fn ask(tenant: &str, now: Instant) -> Ask {
 }
 
 impl Queue {
-    fn ends(&mut self, ticket: Ticket, now: Instant, room: Room<'_>) -> Turn {
+    fn ends(&mut self, ticket: Ticket, now: Instant, room: HasRoom<'_>) -> Turn {
         self.leave(ticket, now);
         self.tick(now, room)
     }
 
-    fn is_routed(&mut self, ticket: Ticket, now: Instant, room: Room<'_>) -> Turn {
+    fn is_routed(&mut self, ticket: Ticket, now: Instant, room: HasRoom<'_>) -> Turn {
         self.routed(ticket);
         self.tick(now, room)
     }
 
     /// One request by itself.
-    fn enter(&mut self, ask: Ask, now: Instant, room: Room<'_>) -> (Result<Ticket, Refused>, Turn) {
+    fn enter(&mut self, ask: Ask, now: Instant, room: HasRoom<'_>) -> (Result<Ticket, Refused>, Turn) {
         let (entered, turn) = self.enter_all(vec![ask], now, room);
         (entered.map(|tickets| tickets[0]), turn)
     }

@@ -101,11 +101,11 @@ impl Future for Reply {
 
 /// The calls to one node that are open and have said nothing.
 #[derive(Debug, Default)]
-pub struct Ahead {
+pub struct CallsAhead {
     calls: Mutex<VecDeque<Opened>>,
 }
 
-impl Ahead {
+impl CallsAhead {
     /// The oldest that can be used for such a call.
     pub fn take(&self, head: &Head) -> Option<Opened> {
         let mut calls = self.lock();
