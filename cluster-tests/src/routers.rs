@@ -159,6 +159,15 @@ impl Routers {
         until(within, &format!("the nodes have {calls} calls"), enough).await.map(drop)
     }
 
+    /// Waits until the nodes have no more than so many calls, and says how long that took.
+    ///
+    /// # Errors
+    /// They have more when the time is over, or one does not answer.
+    pub async fn calls_at_most(&self, calls: usize, within: Duration) -> anyhow::Result<Duration> {
+        let few = async || Ok(self.calls().await? <= calls as f64);
+        until(within, &format!("the nodes have {calls} calls at most"), few).await
+    }
+
     async fn calls(&self) -> anyhow::Result<f64> {
         let mut calls = 0.0;
         for node in &self.nodes {

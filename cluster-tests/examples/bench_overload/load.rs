@@ -6,6 +6,7 @@ use rand::rngs::StdRng;
 use tandem_cluster_tests::client::{ask, token_ids};
 use tandem_cluster_tests::cluster::bearer;
 use tandem_cluster_tests::open_loop::until_next;
+use tandem_proto::v1;
 use tandem_proto::v1::generate_response::Event;
 use tandem_proto::v1::inference_client::InferenceClient;
 use tokio::task::JoinSet;
@@ -15,9 +16,12 @@ use tonic::{Code, Request, Status};
 use tonic_types::StatusExt;
 
 /// Tokens of a prompt, none of which begins as another.
-const PROMPT: u64 = 128;
-/// Tokens of an answer.
-const ANSWER: u32 = 16;
+pub const PROMPT: u64 = 128;
+/// Tokens of an answer; who asks for more takes some more.
+pub const ANSWER: u32 = 16;
+/// A simulated node says one of the first 4,096 tokens. One in four of them ends the answer of who asks for more than
+/// it takes.
+const ENDS: (u32, usize) = (4096, 4);
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Who asks, and how often.
@@ -29,6 +33,8 @@ pub struct Load {
     pub tenant: &'static str,
     /// Requests a second, at random moments.
     pub rate: f64,
+    /// Its `max_tokens`: [`ANSWER`], or far more than it takes.
+    pub asks: u32,
     /// Names the prompts and the moments.
     pub seed: u64,
 }
@@ -42,8 +48,8 @@ pub struct Seen {
 }
 
 pub enum Outcome {
-    /// All tokens came, the first after so many milliseconds.
-    Answered { ttft_ms: f64 },
+    /// All tokens came, so many, the first after so many milliseconds.
+    Answered { ttft_ms: f64, tokens: u32 },
     /// `RESOURCE_EXHAUSTED` after so many milliseconds, with or without a time to come again.
     Refused { after_ms: f64, retry_after: bool, why: String },
     /// Anything else.
@@ -72,7 +78,7 @@ impl Load {
 
     async fn one(mut self, number: u64, intended: Instant) -> Outcome {
         match self.answer(number, intended).await {
-            Ok(ttft_ms) => Outcome::Answered { ttft_ms },
+            Ok((ttft_ms, tokens)) => Outcome::Answered { ttft_ms, tokens },
             Err(status) if status.code() == Code::ResourceExhausted => {
                 let retry = status.get_details_retry_info().and_then(|info| info.retry_delay);
                 let retry_after = retry.is_some_and(|delay| !delay.is_zero());
@@ -82,30 +88,38 @@ impl Load {
         }
     }
 
-    async fn answer(&mut self, number: u64, intended: Instant) -> Result<f64, Status> {
+    /// When the first token came, and how many.
+    async fn answer(&mut self, number: u64, intended: Instant) -> Result<(f64, u32), Status> {
         let word = |position: u64| 300 + (self.seed * 7919 + number * 131 + position * (number % 97 + 1)) % 30_000;
         let prompt: Vec<u32> = (0..PROMPT).map(|position| word(position) as u32).collect();
-        let mut message = ask(token_ids(prompt), ANSWER);
+        let mut message = ask(token_ids(prompt), self.asks);
         message.ignore_eos = true;
+        if self.asks > ANSWER {
+            message.stop_token_ids = (0..ENDS.0).step_by(ENDS.1).collect();
+            message.sampling = Some(v1::Sampling { min_tokens: ANSWER, ..message.sampling.unwrap_or_default() });
+        }
         let mut request = Request::new(message);
         request.set_timeout(TIMEOUT);
         let key = bearer(self.tenant).parse().map_err(|_| Status::internal("a key that is no header"))?;
         request.metadata_mut().insert("authorization", key);
         let mut stream = self.client.generate(request).await?.into_inner();
-        let (mut ttft_ms, mut tokens) = (None, 0);
+        let mut ttft_ms = None;
         while let Some(message) = stream.message().await? {
             match message.event {
                 Some(Event::Token(_)) => {
                     ttft_ms.get_or_insert_with(|| ms(intended));
-                    tokens += 1;
                 }
-                Some(Event::Finish(_)) if tokens == ANSWER => {
-                    return ttft_ms.ok_or_else(|| Status::unknown("no token"));
+                Some(Event::Finish(finish)) => {
+                    let tokens = finish.completion_tokens;
+                    return ttft_ms
+                        .filter(|_| (ANSWER..=self.asks).contains(&tokens))
+                        .map(|ttft_ms| (ttft_ms, tokens))
+                        .ok_or_else(|| Status::unknown(format!("the answer ended after {tokens} tokens")));
                 }
                 _ => {}
             }
         }
-        Err(Status::unknown(format!("the answer ended after {tokens} of {ANSWER} tokens")))
+        Err(Status::unknown("the answer has no end"))
     }
 }
 

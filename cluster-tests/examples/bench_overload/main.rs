@@ -3,18 +3,21 @@
 //! Two prefill and two decode nodes, simulated. First the rate at which most answers begin within the objective (the
 //! peak), then three times that rate: how much of the peak is still answered in time in every ten seconds, how quickly
 //! the rest is refused and whether it is told when to come again, what the router holds, and when a newcomer is served
-//! as before. Last, one tenant at a small rate, alone and beside one that asks for three times what there is.
+//! as before. Then one tenant at a small rate, alone and beside one that asks for three times what there is. Last, two
+//! tenants that ask for more than there is, of whom one sets `max_tokens` to far more than it takes: shares are charged
+//! by what was generated, so that this costs it nothing.
 mod load;
 
 use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::Parser;
-use load::{Load, Outcome, Seen};
+use load::{ANSWER, Load, Outcome, PROMPT, Seen};
 use tandem_cluster_tests::cluster::with_keys;
 use tandem_cluster_tests::open_loop::percentile;
 use tandem_cluster_tests::{Fleet, FleetOptions};
 use tandem_proto::v1::inference_client::InferenceClient;
+use tandem_router::admission::queue::ANSWER_WEIGHT;
 use tokio::time::{Instant, sleep};
 
 /// Where the throughput of an interval is looked for: shares of the first guess.
@@ -27,6 +30,8 @@ const WARM_UP: f64 = 2.0;
 const RECOVERED: Duration = Duration::from_secs(60);
 /// The polite tenant's share of the peak.
 const POLITE: f64 = 0.1;
+/// What the careless tenant asks for, for a good thirtieth of it.
+const CARELESS: u32 = 512;
 
 const NODE: &str = "--threads 1 --kv-blocks 1024 --simulated-step-us 3000";
 
@@ -53,7 +58,7 @@ struct Args {
 async fn main() -> anyhow::Result<()> {
     let args = Args::parse();
     let dir = tempfile::tempdir()?;
-    let keys = with_keys(dir.path(), &["usual", "polite", "greedy"])?;
+    let keys = with_keys(dir.path(), &["usual", "polite", "greedy", "exact", "careless"])?;
     let fleet = Fleet::start(FleetOptions {
         transport: "tcp",
         router_args: format!("--ttft-objective-ms {0} --max-ttft-ms {0} {keys}", args.ttft_ms),
@@ -63,7 +68,7 @@ async fn main() -> anyhow::Result<()> {
     })
     .await?;
     let client = InferenceClient::connect(fleet.entrance_url()).await?;
-    let load = |tenant, rate, seed| Load { client: client.clone(), tenant, rate, seed };
+    let load = |tenant, rate, seed| Load { client: client.clone(), tenant, rate, asks: ANSWER, seed };
 
     println!("| offered/s | answered in {} ms/s | answered/s | refused/s | failed | p50, p99 TTFT ms |", args.ttft_ms);
     println!("|---|---|---|---|---|---|");
@@ -113,7 +118,45 @@ async fn main() -> anyhow::Result<()> {
     if let Some(why) = beside.iter().find_map(why) {
         println!("- the first of its refusals: {why}");
     }
+
+    let (rate, seconds) = (offered / 2.0, args.short_seconds * 2.0 + WARM_UP);
+    let careless = Load { asks: CARELESS, ..load("careless", rate, 300) };
+    let (exact, careless) = tokio::try_join!(load("exact", rate, 301).run(seconds), careless.run(seconds))?;
+    println!("\nTwo tenants at {rate:.0}/s each:\n");
+    let exact = Served::of(&exact, seconds).printed("exact", ANSWER);
+    let careless = Served::of(&careless, seconds).printed("careless", CARELESS);
+    println!("- the careless one had {:.2} times what the other had", careless / exact);
     Ok(())
+}
+
+/// What a tenant had while its load was on, after the first seconds.
+struct Served {
+    answers: f64,
+    generated: f64,
+    seconds: f64,
+}
+
+impl Served {
+    fn of(seen: &[Seen], seconds: f64) -> Self {
+        let answered = |one: &Seen| match one.outcome {
+            Outcome::Answered { tokens, .. } if one.at >= WARM_UP => Some(f64::from(tokens)),
+            _ => None,
+        };
+        let tokens: Vec<f64> = seen.iter().filter_map(answered).collect();
+        Self { answers: tokens.len() as f64, generated: tokens.iter().sum(), seconds: seconds - WARM_UP }
+    }
+
+    /// Says what it is, and returns the tokens a second as shares count them: one of an answer is worth two.
+    fn printed(&self, name: &str, asks: u32) -> f64 {
+        let Self { answers, generated, seconds } = self;
+        let had = (answers * PROMPT as f64 + ANSWER_WEIGHT as f64 * generated) / seconds;
+        println!(
+            "- {name}: max_tokens {asks}, answers of {:.1} tokens, {:.1} a second: {had:.0} tokens a second",
+            generated / answers,
+            answers / seconds
+        );
+        had
+    }
 }
 
 /// What became of the requests of an interval, in requests a second.
@@ -131,7 +174,7 @@ impl Summary {
         let (mut times, mut refused, mut failed) = (Vec::new(), 0, 0);
         for one in seen.iter().filter(|one| (from..to).contains(&one.at)) {
             match &one.outcome {
-                Outcome::Answered { ttft_ms } => times.push(*ttft_ms),
+                Outcome::Answered { ttft_ms, .. } => times.push(*ttft_ms),
                 Outcome::Refused { .. } => refused += 1,
                 Outcome::Failed(status) => {
                     eprintln!("failed: {status}");
@@ -204,7 +247,7 @@ async fn newcomer_served(load: &Load, objective_ms: f64) -> anyhow::Result<Durat
         }
         let one = Load { rate: 20.0, seed: load.seed + seed, ..load.clone() };
         let seen = one.run(0.2).await?;
-        let in_time = |one: &Seen| matches!(one.outcome, Outcome::Answered { ttft_ms } if ttft_ms <= objective_ms);
+        let in_time = |one: &Seen| matches!(one.outcome, Outcome::Answered { ttft_ms, .. } if ttft_ms <= objective_ms);
         if seen.iter().any(in_time) {
             break;
         }

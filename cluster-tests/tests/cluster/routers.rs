@@ -11,20 +11,23 @@ use tokio::time::{Instant, sleep};
 
 /// Far more than the lease of 3 s, for busy cores.
 const SOON: Duration = Duration::from_secs(20);
+/// What nobody ends goes on for longer than [`SOON`]: so many tokens, of which each takes a slow step.
+const LONG_ANSWER: u32 = 2000;
+const SLOW_STEP_US: u32 = 20_000;
 
-fn three() -> RoutersOptions {
+fn three(step_us: u32) -> RoutersOptions {
     RoutersOptions {
         routers: 3,
         found_by: None,
         nodes: 2,
         router_args: String::new(),
-        node_args: "--kv-blocks 512 --simulated-step-us 4000 --simulated-token-us 50".to_owned(),
+        node_args: format!("--kv-blocks 512 --simulated-step-us {step_us} --simulated-token-us 50"),
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_that_asks_once_more_loses_nothing_when_routers_are_killed() -> anyhow::Result<()> {
-    let mut cluster = Routers::start(three()).await?;
+    let mut cluster = Routers::start(three(4000)).await?;
     let load = Load::start(cluster.urls())?;
     for number in 0..3 {
         load.answers_more(2 * CLIENTS).await?;
@@ -40,7 +43,7 @@ async fn a_client_that_asks_once_more_loses_nothing_when_routers_are_killed() ->
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_router_is_replaced_under_load_and_no_stream_is_cut() -> anyhow::Result<()> {
-    let mut cluster = Routers::start(three()).await?;
+    let mut cluster = Routers::start(three(4000)).await?;
     let load = Load::start(cluster.urls())?;
     for number in 0..3 {
         load.answers_more(2 * CLIENTS).await?;
@@ -56,16 +59,16 @@ async fn every_router_is_replaced_under_load_and_no_stream_is_cut() -> anyhow::R
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_a_dead_or_silent_router_had_is_back_and_the_others_go_on() -> anyhow::Result<()> {
-    let mut cluster = Routers::start(three()).await?;
+    let mut cluster = Routers::start(three(SLOW_STEP_US)).await?;
     let (urls, reference) = (cluster.urls(), Reference::start()?);
     // Long enough for whatever happens: 4 s.
-    let (prompt, tokens) = (vec![7; 40], 1000);
+    let (prompt, tokens) = (vec![7; 40], 200);
     let expected = reference.tokens(&prompt, tokens).await?;
     for killed in [false, true] {
         let mut streams = Vec::new();
         for number in 0..4 {
             let mut client = InferenceClient::connect(urls[0].clone()).await?;
-            let mut stream = client.generate(request(&[number; 40], 2000)).await?.into_inner();
+            let mut stream = client.generate(request(&[number; 40], LONG_ANSWER)).await?.into_inner();
             stream.message().await?.context("its first token")?;
             streams.push(stream);
         }
@@ -79,10 +82,13 @@ async fn what_a_dead_or_silent_router_had_is_back_and_the_others_go_on() -> anyh
             false => cluster.routers[0].freeze(),
         }
         let noticed = cluster.sessions(2).await?;
+        // Its four answers, and not the other router's.
+        let cancelled = cluster.calls_at_most(1, SOON).await?;
         println!(
-            "router 0 is {}; its sessions were over after {:.0} ms",
+            "router 0 is {}; its sessions were over after {:.0} ms, its calls {:.0} ms later",
             if killed { "dead" } else { "silent" },
-            ms(noticed)
+            ms(noticed),
+            ms(cancelled)
         );
         let (answer, _) = other.await?.map_err(|failure| anyhow::anyhow!("{failure}"))?;
         ensure!(answer.tokens == expected, "the other router's answer is not the undisturbed one");
@@ -103,7 +109,7 @@ async fn what_a_dead_or_silent_router_had_is_back_and_the_others_go_on() -> anyh
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn all_routers_know_the_same_of_the_nodes_caches() -> anyhow::Result<()> {
-    let mut cluster = Routers::start(three()).await?;
+    let mut cluster = Routers::start(three(4000)).await?;
     let urls = cluster.urls();
     for number in 0..12 {
         let prompt: Vec<u32> = (0..100).map(|position| number * 1000 + position).collect();
