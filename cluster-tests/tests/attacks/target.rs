@@ -26,8 +26,8 @@ pub const VICTIM: &str = "sk-victim-8a7b6c5d4e3f2a1b0c9d";
 pub const FLOODER: &str = "sk-flooder-1122334455667788";
 const TOKEN: &str = "the-secret-of-the-attacked-cluster";
 /// What a step of the nodes takes, as that of a small model does: beside nodes that take no time at all, a request's
-/// latency is the kernel's choice of who computes next.
-const STEP: &str = "--simulated-step-us 1000";
+/// latency is the kernel's choice of who computes next. A token of a prompt takes time as well: a cached one shows.
+const STEP: &str = "--simulated-step-us 1000 --simulated-token-us 10";
 /// Eight requests at a time.
 pub const CROWD: &str = "sk-crowd-99aabbccddeeff00aabb";
 /// Every request of any client is answered, or refused, by then.

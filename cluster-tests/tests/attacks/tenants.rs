@@ -2,9 +2,11 @@
 use anyhow::{Context, ensure};
 use futures::FutureExt;
 use serde_json::{Value, json};
+use tandem_cluster_tests::open_loop::percentile;
+use tokio::time::Instant;
 
 use crate::Attack;
-use crate::target::{FLOODER, Seen, Target, VICTIM, refusal, told};
+use crate::target::{FLOODER, POLITE, Seen, Target, VICTIM, refusal, told};
 
 const UNKNOWN: Seen = Seen::Router("outcome=\"unauthenticated\"");
 const INVALID: Seen = Seen::Router("outcome=\"invalid_argument\"");
@@ -178,21 +180,41 @@ async fn state(target: &Target) -> anyhow::Result<String> {
     refusal(status, &body, 401)
 }
 
-/// What a client can tell of another's prompts by how much of its own was cached.
+/// What a client can tell of another's prompts by how much of its own was cached, and by its clock: beside the time for
+/// the other's prompt stand those for a new one and for one of its own. The clock is printed, and no test of anything.
 async fn cache(target: &Target) -> anyhow::Result<String> {
-    let prompt: Vec<u32> = (0..320).map(|at| 3000 + at * 7 + rand::random::<u32>() % 7).collect();
-    let cached = async |key: &'static str| {
-        let body = json!({"prompt": prompt, "max_tokens": 2, "ignore_eos": true}).to_string();
+    let asked = async |key: &'static str, prompt: &[u32]| {
+        let body = json!({"prompt": prompt, "max_tokens": 1, "ignore_eos": true}).to_string();
+        let start = Instant::now();
         let (status, body) = target.post(key, "/v1/completions", body).await?;
-        ensure!(status == 200 || status == 429, "{status}: {body}");
+        let ms = start.elapsed().as_secs_f64() * 1e3;
+        ensure!(status == 200, "{status}: {body}");
         let body: Value = serde_json::from_str(&body)?;
-        Ok(body["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or_default())
+        Ok((body["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or_default(), ms))
     };
-    ensure!(cached(VICTIM).await? == 0, "a new prompt");
-    let found = cached(crate::target::POLITE).await?;
-    ensure!(found == 0, "{found} of 320 tokens found in the cache of another tenant");
-    ensure!(cached(VICTIM).await? > 0, "nothing is cached at all");
-    Ok("nothing found: each tenant has a cache of its own".to_owned())
+    let mut times = [(); 3].map(|()| Vec::new());
+    for _ in 0..target.count(5, 100) {
+        let [theirs, own] = [(); 2].map(|()| prompt());
+        ensure!(asked(VICTIM, &theirs).await?.0 == 0, "a new prompt");
+        let (new, probed) = (asked(POLITE, &own).await?, asked(POLITE, &theirs).await?);
+        ensure!(new.0 == 0, "a new prompt");
+        ensure!(probed.0 == 0, "{} of {PROBED} tokens found in the cache of another tenant", probed.0);
+        let again = asked(VICTIM, &theirs).await?;
+        ensure!(again.0 > 0, "nothing is cached at all");
+        times.iter_mut().zip([probed.1, new.1, again.1]).for_each(|(times, ms)| times.push(ms));
+    }
+    let [probed, new, again] = times.map(|mut times| {
+        times.sort_by(f64::total_cmp);
+        percentile(&times, 0.5)
+    });
+    Ok(format!("nothing found: {probed:.1} ms for another's prompt, {new:.1} for a new one, {again:.1} for one's own"))
+}
+
+/// Tokens of a prompt that is asked for by two tenants.
+const PROBED: u32 = 1024;
+
+fn prompt() -> Vec<u32> {
+    (0..PROBED).map(|at| 3000 + at * 7 + rand::random::<u32>() % 7).collect()
 }
 
 async fn labels(target: &Target) -> anyhow::Result<String> {
