@@ -32,14 +32,15 @@ test: ## Format, lints, build, all tests (some start real clusters); CUDA's on a
 	deploy/setup.sh test
 	cargo fmt --check
 	cargo clippy --release --workspace --all-targets --locked -- -D warnings
-	# With the tests: their features of shared libraries (tokio's paused clock) make it one build, not two.
-	cargo build --release --locked --workspace --bins --tests --examples
+	# With the tests: their features of shared libraries (tokio's paused clock) make it one build, not two. The examples
+	# are benchmarks: clippy has seen that they compile, and optimizing them takes minutes.
+	cargo build --release --locked --workspace --bins --tests
 	# Two hosts are network namespaces: where they can be had (as root), tests that cannot make them fail.
 	# Tests of clusters wait more than they compute: three at a time at least.
 	namespaces=$$(unshare --net --ipc --mount sh -c 'ip link add name br0 type bridge && ip link add name v0 type veth peer name v1' \
 	  > /dev/null 2>&1 && echo 1 || echo 0); echo "TANDEM_REQUIRE_NAMESPACES=$$namespaces"; \
 	  TANDEM_REQUIRE_EMU=1 TANDEM_REQUIRE_UCX=1 TANDEM_REQUIRE_ETCD=1 TANDEM_REQUIRE_NAMESPACES=$$namespaces \
-	  RUST_TEST_THREADS=$$(( $$(nproc) > 3 ? $$(nproc) : 3 )) cargo test --release --locked --workspace
+	  RUST_TEST_THREADS=$$(( $$(nproc) > 3 ? $$(nproc) : 3 )) cargo test --release --locked --workspace --lib --bins --tests
 	# The device's kernels once more: with the checker of accesses, and in an order that a printed seed repeats.
 	engine/cuda/emu/again.sh
 

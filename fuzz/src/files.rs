@@ -1,16 +1,16 @@
-//! What operators write: configuration, keys in files, directories and variables, tokens, PEM, certificates' names, GGUF
-//! headers, and flags that have a grammar. They are no strangers, but a file may come from elsewhere, and is read again
-//! while the router serves.
+//! What operators write: configuration, keys in files and directories, tokens, PEM, certificates' names, GGUF headers,
+//! and flags that have a grammar. They are no strangers, but a file may come from elsewhere, and is read again while
+//! the router serves.
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Instant;
 
+use rcgen::{CertificateParams, DnType, KeyPair, SanType};
 use tandem_config::{Environment, ROUTER, Resolved};
 use tandem_etcd::{EtcdAddress, HostPort};
 use tandem_gguf::Header;
-use rcgen::{CertificateParams, DnType, KeyPair, SanType};
 use tandem_ports::{ClientName, JoinToken, JoinTokens, PeerName, Tls, TlsFiles};
 use tandem_router::admission::keys::{KeySource, Keys, Rules};
 use tandem_router::http::Origin;
@@ -25,7 +25,7 @@ use crate::Target;
 pub const TARGETS: &[Target] = &[
     Target { name: "config", run: config, seeds: config_seeds },
     Target { name: "api_keys", run: api_keys, seeds: key_seeds },
-    Target { name: "key_sources", run: key_sources, seeds: source_seeds },
+    Target { name: "key_directories", run: key_directories, seeds: directory_seeds },
     Target { name: "certificates", run: certificates, seeds: certificate_seeds },
     Target { name: "secrets", run: secrets, seeds: secret_seeds },
     Target { name: "gguf", run: gguf, seeds: gguf_seeds },
@@ -86,10 +86,9 @@ fn key_seeds() -> Vec<Vec<u8>> {
     ]
 }
 
-/// Keys that are a directory, whose files are what is between bytes of 0: a name, a key, a name, a key; and the whole as
-/// a variable. Whoever is let in has a key that stands there.
-fn key_sources(data: &[u8]) {
-    const VARIABLE: &str = "TANDEM_FUZZ_KEYS";
+/// Keys that are a directory, whose files are what is between bytes of 0: a name, a key, a name, a key. Whoever is let
+/// in has a key that stands there.
+fn key_directories(data: &[u8]) {
     let fields: Vec<&[u8]> = data.split(|byte| *byte == 0).collect();
     let directory = PathBuf::from(format!("/dev/shm/tandem-fuzz-keys-{}", std::process::id()));
     std::fs::create_dir(&directory).expect("/dev/shm");
@@ -111,22 +110,12 @@ fn key_sources(data: &[u8]) {
             }
         }
     }
-    if !data.contains(&0) {
-        // SAFETY: a target runs on this thread, and no other of the process reads variables.
-        unsafe { std::env::set_var(VARIABLE, OsStr::from_bytes(data)) };
-        if let Ok(keys) = Keys::load_by(&KeySource::Variable(VARIABLE.to_owned()), Rules::default(), Instant::now()) {
-            assert!(keys.required() && !keys.names().is_empty());
-            assert!(keys.tenant(Some("Bearer x"), None).is_err());
-        }
-    }
 }
 
-fn source_seeds() -> Vec<Vec<u8>> {
+fn directory_seeds() -> Vec<Vec<u8>> {
     vec![
         b"alice\0sk-alice-0123456789abcdef\n\0bob\0sk-bob-0123456789abcdefgh".to_vec(),
         b"..data\0x\0alice\0 sk-alice-0123456789abcdef".to_vec(),
-        b" sk-0123456789abcdef0123\n".to_vec(),
-        key_seeds().remove(0),
     ]
 }
 

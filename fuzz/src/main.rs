@@ -5,7 +5,7 @@
 //! - [`edges`]: what clients send to the router: HTTP bodies, request heads, gRPC messages, trace queries.
 //! - [`text`]: prompts and chats to tokens, and tokens back.
 //! - [`cluster`]: what nodes and peers send: reports, spans, statuses, KV frames, transports.
-//! - [`files`]: what operators write: configuration, keys, tokens, PEM, certificates, GGUF headers, flags with a grammar.
+//! - [`files`]: what operators write: configuration, keys, tokens, certificates, GGUF headers, flags with a grammar.
 #![no_main]
 
 mod cluster;

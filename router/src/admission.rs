@@ -233,8 +233,8 @@ impl Admission {
         self.inner.lock().queue.has_objective()
     }
 
-    /// Holds to the `max_inflight`, `max_queue`, `node_queue` and `max_ttft` of these from now on. Who runs or waits stays; who waits
-    /// where there is no queue any more starts with the next slot.
+    /// Holds to the `max_inflight`, `max_queue`, `node_queue` and `max_ttft` of these from now on. Who runs or waits
+    /// stays; who waits where there is no queue any more starts with the next slot.
     pub fn set_limits(&self, limits: &Limits) {
         let &Limits { max_inflight, max_queue, node_queue, max_ttft, .. } = limits;
         {
