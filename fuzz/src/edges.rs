@@ -68,7 +68,8 @@ impl Edge {
     fn ask(&self, routes: &axum::Router, request: Request<Body>) -> (http::response::Parts, Vec<u8>) {
         let answered = self.runtime.block_on(async {
             let (head, body) = routes.clone().oneshot(request).await.expect("infallible").into_parts();
-            let is_stream = head.headers.get(header::CONTENT_TYPE).is_some_and(|kind| kind == "text/event-stream");
+            let kind = head.headers.get(header::CONTENT_TYPE).map(HeaderValue::as_bytes);
+            let is_stream = kind.is_some_and(|kind| kind.starts_with(b"text/event-stream"));
             let body = if is_stream { Vec::new() } else { to_bytes(body, MAX_ANSWER).await.expect("bounded").to_vec() };
             (head, body)
         });
@@ -165,6 +166,7 @@ fn head_seeds() -> Vec<Vec<u8>> {
              {{\"prompt\":\"hi\"}}"
         ),
         format!("!POST /v1/chat/completions\nauthorization: Bearer sk-alice-0123456789abcdef\n{parent}\n\n{{}}"),
+        "GET /page/events\n".to_owned(),
         "!GET /page/events\nauthorization: Basic x\n".to_owned(),
         "GET /v1/models/SmolLM2?x=%41\naccept: application/openmetrics-text; q=0.5\n".to_owned(),
         "GET /metrics\naccept: application/openmetrics-text;version=1.0.0\nhost: localhost\n".to_owned(),
