@@ -91,6 +91,8 @@ fn key_seeds() -> Vec<Vec<u8>> {
 fn key_directories(data: &[u8]) {
     let fields: Vec<&[u8]> = data.split(|byte| *byte == 0).collect();
     let directory = PathBuf::from(format!("/dev/shm/tandem-fuzz-keys-{}", std::process::id()));
+    // Of a process that was killed, and had this one's number.
+    let _ = std::fs::remove_dir_all(&directory);
     std::fs::create_dir(&directory).expect("/dev/shm");
     for pair in fields.chunks_exact(2) {
         let name = OsStr::from_bytes(pair[0]);
@@ -103,10 +105,13 @@ fn key_directories(data: &[u8]) {
     std::fs::remove_dir_all(&directory).expect("it is ours");
     if let Ok(keys) = of_directory {
         assert!(keys.required() && !keys.names().is_empty() && keys.names().len() <= fields.len());
-        for pair in fields.chunks_exact(2) {
-            let Ok(key) = std::str::from_utf8(pair[1]) else { continue };
-            if let Ok(tenant) = keys.tenant(Some(&*format!("Bearer {}", key.trim())), None) {
-                assert!(fields.iter().any(|name| *name == tenant.name().as_bytes()), "{tenant:?}");
+        let keys_of: Vec<(&[u8], &str)> = fields
+            .chunks_exact(2)
+            .filter_map(|pair| Some((pair[0], std::str::from_utf8(pair[1]).ok()?.trim())))
+            .collect();
+        for (_, key) in &keys_of {
+            if let Ok(tenant) = keys.tenant(Some(&*format!("Bearer {key}")), None) {
+                assert!(keys_of.contains(&(tenant.name().as_bytes(), *key)), "{tenant:?} by {key}");
             }
         }
     }

@@ -149,11 +149,13 @@ impl Cluster {
     }
 }
 
-/// Tags and numbers, as the index's own table has them: a find reads no entry either.
+/// Tags and numbers, as the index's own table has them: a find reads no entry either. Mixed as there.
 fn in_hashbrown(limit: usize) {
+    const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
     let mixed = |hash: SequenceHash| {
         let hash = u128::from(hash);
-        hash as u64 ^ (hash >> 64) as u64
+        let product = u128::from(hash as u64 ^ 0x5eed) * u128::from((hash >> 64) as u64 ^ 0x5eed ^ ODD);
+        product as u64 ^ (product >> 64) as u64
     };
     let tag = |mixed: u64| (mixed >> 24) as u32;
     let mut table: HashTable<(u32, u32)> = HashTable::with_capacity(limit);
@@ -161,8 +163,8 @@ fn in_hashbrown(limit: usize) {
     let others = hashes(1, limit - PROMPTS as usize * BLOCKS);
     for (number, hash) in others.iter().chain(prompts.iter().flatten()).enumerate() {
         let mixed = mixed(*hash);
-        // All tags differ but by chance: nothing has to be made anew for a hash that is there twice.
-        table.insert_unique(mixed, (tag(mixed), number as u32), |_| unreachable!("it has room for all"));
+        // No hash is there twice, and the table was made large enough: none is ever asked for again.
+        table.insert_unique(mixed, (tag(mixed), number as u32), |_| unreachable!("it does not grow"));
     }
     let look_up = |prompt: &Prompt| {
         let find = |hash: &SequenceHash| table.find(mixed(*hash), |(found, _)| *found == tag(mixed(*hash)));

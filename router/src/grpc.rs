@@ -8,11 +8,12 @@ mod guard;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tandem_telemetry::clock;
 
+use axum::body::Body;
 use futures::{Stream, StreamExt};
 use prost::Message;
 use tandem_proto::{Error, ErrorKind, MAX_MESSAGE_BYTES, TraceContext, v1};
+use tandem_telemetry::clock;
 use tonic::codec::CompressionEncoding;
 use tonic::metadata::{BinaryMetadataValue, MetadataMap, MetadataValue};
 use tonic::server::NamedService;
@@ -85,7 +86,16 @@ fn for_clients(mut routes: RoutesBuilder, service: &Service, health: HealthRepor
             )
             .max_decoding_message_size(MAX_QUESTION_BYTES),
         );
-    Ok(routes.routes())
+    let mut routes = routes.routes();
+    let (router, service) = (std::mem::take(routes.axum_router_mut()), service.clone());
+    *routes.axum_router_mut() = router.fallback(move || async move { no_service(&service) });
+    Ok(routes)
+}
+
+/// What nobody serves here, such as the nodes' own service where they have a port of their own.
+fn no_service(service: &Service) -> http::Response<Body> {
+    service.refused(ErrorKind::NotFound);
+    Status::unimplemented("no such service at this port").into_http()
 }
 
 fn inference(service: &Service) -> Inference {
@@ -435,6 +445,7 @@ mod tests {
     use super::*;
     use crate::flow::tests::fakes;
     use crate::limits::Limits;
+    use tower::ServiceExt;
     use v1::inference_server::Inference as _;
 
     #[tokio::test]
@@ -461,6 +472,21 @@ mod tests {
             let text = edge.service.metrics_text(None).1;
             assert!(text.contains(&format!("outcome=\"{counted}")), "{counted}\n{text}");
         }
+    }
+
+    #[tokio::test]
+    async fn a_service_that_nobody_serves_is_counted_and_the_others_are_served() {
+        let service = fakes::router(Limits::default());
+        let routes = client_routes(&service, HealthReporter::new()).unwrap().into_axum_router();
+        let call = async |path: &str| {
+            let request = http::Request::post(path).header("content-type", "application/grpc");
+            let answer = routes.clone().oneshot(request.body(Body::empty()).unwrap()).await.unwrap();
+            let code = answer.headers()["grpc-status"].to_str().unwrap().parse().unwrap();
+            (Code::from_i32(code), service.metrics_text(None).1.contains("outcome=\"not_found\"} 1"))
+        };
+        assert_eq!(call("/tandem.v1.Inference/Nothing").await, (Code::Unimplemented, false));
+        assert_eq!(call("/tandem.v1.Membership/Join").await, (Code::Unimplemented, true));
+        assert_eq!(call("/grpc.health.v1.Health/Nothing").await, (Code::Unimplemented, true));
     }
 
     #[test]

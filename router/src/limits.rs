@@ -42,8 +42,8 @@ pub struct Limits {
     pub client_stall: Duration,
 }
 
-/// The limits that hold now, for many to read and one to change. Who asks once and keeps the answer is held to the same
-/// ones all the time, as a request is.
+/// The limits that hold now, for many to read and one to change. A request keeps those of its start, however long it
+/// runs; before that each gate asks anew.
 #[derive(Debug)]
 pub struct CurrentLimits(RwLock<Arc<Limits>>);
 

@@ -146,11 +146,22 @@ mod tests {
         assert!(AT_ONCE.iter().all(|flag| *flag == "log-filter" || text.contains(&format!("\n{flag} = "))));
         std::fs::write(&path, text).unwrap();
         file.read();
-        let Limits { max_inflight, max_queue, node_queue, max_ttft, ref pools, max_tokens_default, .. } =
-            *file.service.limits();
+        // All of them: a new one is asked about here.
+        let Limits {
+            max_inflight,
+            max_queue,
+            node_queue,
+            max_ttft,
+            ref pools,
+            max_tokens_default,
+            max_request,
+            silence,
+            max_attempts,
+            replan,
+            retry_budget_percent,
+            client_stall,
+        } = *file.service.limits();
         assert_eq!((max_inflight, max_queue, node_queue, max_tokens_default), (13, 14, 18, 16));
-        let Limits { max_request, silence, max_attempts, replan, retry_budget_percent, client_stall, .. } =
-            *file.service.limits();
         assert_eq!((max_attempts, retry_budget_percent), (2, 21));
         let times = [17, 15, 22, 19, 11].map(Duration::from_millis);
         assert_eq!([max_ttft.unwrap(), max_request, silence, replan, client_stall], times);

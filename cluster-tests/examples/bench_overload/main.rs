@@ -10,7 +10,7 @@ mod load;
 
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use clap::Parser;
 use load::{ANSWER, Load, Outcome, PROMPT, Seen};
 use tandem_cluster_tests::cluster::with_keys;
@@ -123,8 +123,8 @@ async fn main() -> anyhow::Result<()> {
     let careless = Load { asks: CARELESS, ..load("careless", rate, 300) };
     let (exact, careless) = tokio::try_join!(load("exact", rate, 301).run(seconds), careless.run(seconds))?;
     println!("\nTwo tenants at {rate:.0}/s each:\n");
-    let exact = Served::of(&exact, seconds).printed("exact", ANSWER);
-    let careless = Served::of(&careless, seconds).printed("careless", CARELESS);
+    let exact = Served::of(&exact, seconds)?.printed("exact", ANSWER);
+    let careless = Served::of(&careless, seconds)?.printed("careless", CARELESS);
     println!("- the careless one had {:.2} times what the other had", careless / exact);
     Ok(())
 }
@@ -133,27 +133,41 @@ async fn main() -> anyhow::Result<()> {
 struct Served {
     answers: f64,
     generated: f64,
+    refused: f64,
+    failed: usize,
     seconds: f64,
 }
 
 impl Served {
-    fn of(seen: &[Seen], seconds: f64) -> Self {
-        let answered = |one: &Seen| match one.outcome {
-            Outcome::Answered { tokens, .. } if one.at >= WARM_UP => Some(f64::from(tokens)),
-            _ => None,
-        };
-        let tokens: Vec<f64> = seen.iter().filter_map(answered).collect();
-        Self { answers: tokens.len() as f64, generated: tokens.iter().sum(), seconds: seconds - WARM_UP }
+    fn of(seen: &[Seen], seconds: f64) -> anyhow::Result<Self> {
+        let mut had = Self { answers: 0.0, generated: 0.0, refused: 0.0, failed: 0, seconds: seconds - WARM_UP };
+        for one in seen.iter().filter(|one| one.at >= WARM_UP) {
+            match &one.outcome {
+                Outcome::Answered { tokens, .. } => {
+                    had.answers += 1.0;
+                    had.generated += f64::from(*tokens);
+                }
+                Outcome::Refused { .. } => had.refused += 1.0,
+                Outcome::Failed(status) => {
+                    eprintln!("failed: {status}");
+                    had.failed += 1;
+                }
+            }
+        }
+        ensure!(had.answers > 0.0, "a tenant without an answer");
+        Ok(had)
     }
 
     /// Says what it is, and returns the tokens a second as shares count them: one of an answer is worth two.
     fn printed(&self, name: &str, asks: u32) -> f64 {
-        let Self { answers, generated, seconds } = self;
+        let Self { answers, generated, refused, failed, seconds } = self;
         let had = (answers * PROMPT as f64 + ANSWER_WEIGHT as f64 * generated) / seconds;
         println!(
-            "- {name}: max_tokens {asks}, answers of {:.1} tokens, {:.1} a second: {had:.0} tokens a second",
+            "- {name}: max_tokens {asks}, answers of {:.1} tokens, {:.1} a second: {had:.0} tokens a second; {:.1} a \
+             second refused, {failed} failed",
             generated / answers,
-            answers / seconds
+            answers / seconds,
+            refused / seconds
         );
         had
     }

@@ -32,9 +32,7 @@ pub fn attacks() -> Vec<Attack> {
         attack("a reader that reads nothing", Seen::Router("tandem_client_stalls_total"), |target| {
             unread(target).boxed_local()
         }),
-        attack("Join on the clients' port", Seen::Nowhere("no such service there: as any unknown method"), |target| {
-            join(target).boxed_local()
-        }),
+        attack("Join on the clients' port", Seen::Router("outcome=\"not_found\""), |target| join(target).boxed_local()),
     ]
 }
 

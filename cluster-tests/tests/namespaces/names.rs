@@ -29,6 +29,7 @@ struct Named {
     nodes: Vec<Process>,
     port: u16,
     hosts: PathBuf,
+    switch: PathBuf,
     // Fields drop in order: processes before their directory.
     dir: TempDir,
 }
@@ -37,11 +38,17 @@ impl Named {
     /// A cluster without a router: the name has no address yet.
     async fn start() -> anyhow::Result<Self> {
         let dir = tempfile::tempdir()?;
-        let hosts = dir.path().join("hosts");
-        let mut named = Self { nodes: Vec::new(), port: free_port()?, hosts, dir };
+        let (hosts, switch) = (dir.path().join("hosts"), dir.path().join("nsswitch.conf"));
+        std::fs::write(&switch, "hosts: files\n")?;
+        let mut named = Self { nodes: Vec::new(), port: free_port()?, hosts, switch, dir };
         named.points_to(&[])?;
         for role in ["prefill", "decode"] {
-            let mount = format!("mount --bind {} /etc/hosts && exec \"$@\"", named.hosts.display());
+            // Of the host's own name servers nothing is asked.
+            let mount = format!(
+                "mount --bind {} /etc/hosts && mount --bind {} /etc/nsswitch.conf && exec \"$@\"",
+                named.hosts.display(),
+                named.switch.display()
+            );
             let by = ["unshare", "--mount", "sh", "-c", &mount, "sh"].map(str::to_owned);
             let mut args = words(&format!(
                 "--listen 127.0.0.1:0 --admin 127.0.0.1:0 --transport tcp --simulated --threads 1 --kv-blocks 256 \
@@ -93,7 +100,7 @@ impl Named {
 
 #[tokio::test]
 async fn nodes_follow_the_addresses_of_a_name() -> anyhow::Result<()> {
-    if !is_permitted(&["unshare --mount true"])? {
+    if !is_permitted(&["unshare --mount mount --bind /etc/hosts /etc/nsswitch.conf"])? {
         return Ok(());
     }
     let reference = Reference::start()?;

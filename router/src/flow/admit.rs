@@ -73,8 +73,8 @@ fn enter(shared: &Shared, requests: &[GenerationRequest]) -> Result<Vec<Entered>
 }
 
 fn asks(shared: &Shared, requests: &[GenerationRequest], now: Instant) -> Vec<Ask> {
-    // Answers to one prompt stand side by side.
     let limits = shared.limits.get();
+    // Answers to one prompt stand side by side.
     let mut last: Option<(&GenerationRequest, Option<Predicted>)> = None;
     let asks = requests.iter().map(|request| {
         let same = last

@@ -90,7 +90,7 @@ impl RetryBudget {
         limit(self.percent(), running).saturating_sub(others)
     }
 
-    /// Ready when one has ended since this call.
+    /// Ready when one has ended since this call, or the share is another.
     pub fn ended(&self) -> Notified<'_> {
         self.0.ended.notified()
     }

@@ -187,6 +187,8 @@ pub(super) fn check_certificate(name: &str) -> Result<(), String> {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn entries(source: &KeySource) -> Vec<(String, String)> {
@@ -237,6 +239,33 @@ mod tests {
         assert_eq!(KeySource::Variable("TANDEM_NO_SUCH".to_owned()).read().err().unwrap(), "no such variable");
         // Some variable that every test process has, and that is no key.
         assert_eq!(entries(&KeySource::Variable("PATH".to_owned()))[0].0, DEFAULT_TENANT);
+    }
+
+    proptest! {
+        /// A fuzzer cannot set a variable without unsafe code. `PROPTEST_CASES` runs it for longer.
+        #[test]
+        fn a_variable_of_any_text_is_read_or_refused(pieces in prop::collection::vec(
+            prop_oneof![
+                prop::sample::select(vec![
+                    "{", "}", "[", "]", ":", ",", "\"", "\\", " ", "\n", "\"keys\"", "\"name\"", "\"key\"", "\"sha256\"",
+                    "\"weight\"", "\"certificate\"", "{\"keys\": [", "{\"name\": \"a\", \"key\": \"", "null", "-1", "1e99",
+                    "sk-0123456789abcdef0123", "\u{0}", "\u{a0}",
+                ]).prop_map(str::to_owned),
+                ".{0,8}",
+            ],
+            0..24,
+        )) {
+            let text = pieces.concat();
+            match variable(&text) {
+                // What is no JSON is one key, whatever it looks like: that is looked at next.
+                Ok(entries) if !text.trim().starts_with('{') => {
+                    prop_assert_eq!(entries.len(), 1);
+                    prop_assert_eq!(entries[0].key.as_deref(), Some(text.trim()));
+                }
+                Ok(entries) => prop_assert!(entries.iter().all(|entry| text.contains(&entry.name) || text.contains('\\'))),
+                Err(why) => prop_assert!(why.contains("what is wanted"), "{}", why),
+            }
+        }
     }
 
     #[test]
