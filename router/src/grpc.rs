@@ -92,10 +92,11 @@ fn for_clients(mut routes: RoutesBuilder, service: &Service, health: HealthRepor
     Ok(routes)
 }
 
-/// What nobody serves here, such as the nodes' own service where they have a port of their own.
+/// What nobody serves here, such as the nodes' own service where they have a port of their own. Without a message, as
+/// tonic says it: by that a node knows that it is at the wrong port, and of which kind.
 fn no_service(service: &Service) -> http::Response<Body> {
     service.refused(ErrorKind::NotFound);
-    Status::unimplemented("no such service at this port").into_http()
+    Status::unimplemented("").into_http()
 }
 
 fn inference(service: &Service) -> Inference {
