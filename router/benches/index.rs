@@ -2,13 +2,11 @@
 //! medians. `cargo bench -p tandem-router --bench index`
 //!
 //! A look-up's time is mostly memory: "cold" rows go through prompts in turn, whose entries are in no cache by then;
-//! "hot" rows ask for one prompt again and again. The rows of `hashbrown` are its table alone, which finds the same
-//! number of blocks among as many, and knows no nodes: what the index's own table is measured by.
+//! "hot" rows ask for one prompt again and again.
 #![allow(clippy::unwrap_used, reason = "a benchmark has nobody to report errors to")]
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use hashbrown::HashTable;
 use tandem_proto::hash::sequence_hashes;
 use tandem_proto::{CacheSalt, SequenceHash, SequenceKey};
 use tandem_router::index::{CacheChanges, PrefixIndex};
@@ -28,7 +26,6 @@ fn main() {
         println!("{NODES} nodes, {hashes} hashes; prompts of {BLOCKS} blocks; median and 99th percentile");
         println!("\nlook-up (PrefixIndex::matches)");
         cluster.look_ups();
-        in_hashbrown(hashes);
         println!("\nchanges (PrefixIndex::apply, {MESSAGE} of them in a message)");
         cluster.messages();
         println!("\na node's death (PrefixIndex::remove)");
@@ -147,36 +144,6 @@ impl Cluster {
         let times = time(101, || self.index.remove(nodes.next().unwrap()));
         row("of its own blocks and parts of prompts", 1, times);
     }
-}
-
-/// Tags and numbers, as the index's own table has them: a find reads no entry either. Mixed as there.
-fn in_hashbrown(limit: usize) {
-    const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
-    let mixed = |hash: SequenceHash| {
-        let hash = u128::from(hash);
-        let product = u128::from(hash as u64 ^ 0x5eed) * u128::from((hash >> 64) as u64 ^ 0x5eed ^ ODD);
-        product as u64 ^ (product >> 64) as u64
-    };
-    let tag = |mixed: u64| (mixed >> 24) as u32;
-    let mut table: HashTable<(u32, u32)> = HashTable::with_capacity(limit);
-    let prompts: Vec<Prompt> = (0..PROMPTS).map(|i| hashes(10_000 + i, BLOCKS)).collect();
-    let others = hashes(1, limit - PROMPTS as usize * BLOCKS);
-    for (number, hash) in others.iter().chain(prompts.iter().flatten()).enumerate() {
-        let mixed = mixed(*hash);
-        // No hash is there twice, and the table was made large enough: none is ever asked for again.
-        table.insert_unique(mixed, (tag(mixed), number as u32), |_| unreachable!("it does not grow"));
-    }
-    let look_up = |prompt: &Prompt| {
-        let find = |hash: &SequenceHash| table.find(mixed(*hash), |(found, _)| *found == tag(mixed(*hash)));
-        prompt.iter().filter_map(find).map(|(_, number)| u64::from(*number)).sum::<u64>()
-    };
-    let mut turn = 0;
-    let cold = time(RUNS, || {
-        turn += 1;
-        black_box(look_up(black_box(&prompts[turn % prompts.len()])));
-    });
-    row("1,000 finds in hashbrown's table, cold", 1, cold);
-    row("1,000 finds in hashbrown's table, hot", 1, time(RUNS, || drop(black_box(look_up(black_box(&prompts[0]))))));
 }
 
 fn time(runs: usize, mut what: impl FnMut()) -> Vec<Duration> {

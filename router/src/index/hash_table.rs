@@ -1,31 +1,21 @@
-//! An open-addressing hash table, from hashes of blocks to entry numbers. Knows neither entries nor nodes.
-//!
-//! It is its own and not std's map for two reasons. A look-up reads one cache line here, and std's map two, and a
-//! prompt of 1,000 blocks is 1,000 look-ups in a table that is far larger than a cache. And it grows in [`SHARDS`]
-//! parts, each at its own time: the whole table at once would stand still for tens of milliseconds, under the router's
-//! one lock.
+//! Hashes of blocks → entry numbers: hashbrown's table, in [`SHARDS`] parts. Each part grows at its own time: the whole
+//! table at once would stand still for tens of milliseconds, under the router's one lock. Knows neither entries nor
+//! nodes.
 //!
 //! A place holds 32 bits of the (mixed) hash beside the number, so that another entry is read in vain once in 2³²
-//! times, and a part grows without reading any. Deleting shifts the places behind it back (Knuth 6.4, algorithm R): no
-//! tombstones.
+//! times, and a part grows without reading any.
 use tandem_proto::SequenceHash;
 
 const SHARDS: usize = 256;
-const FEWEST_PLACES: usize = 16;
-const EMPTY: u64 = u64::MAX;
 
-/// See the head of this file. Entry numbers are below `u32::MAX`.
+/// See the head of this file.
 #[derive(Debug)]
 pub(super) struct HashTable {
     shards: Vec<Shard>,
 }
 
-#[derive(Clone, Debug, Default)]
-struct Shard {
-    /// Upper half: tag; lower half: entry. A power of two of them, or none.
-    places: Vec<u64>,
-    used: usize,
-}
+/// Tags and entries.
+type Shard = hashbrown::HashTable<(u32, u32)>;
 
 const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
 
@@ -50,76 +40,28 @@ fn folded(a: u64, b: u64) -> u64 {
 
 impl HashTable {
     pub fn new() -> Self {
-        Self { shards: vec![Shard::default(); SHARDS] }
-    }
-
-    /// What stands where the search for `mixed` begins. Who searches for many reads these first: nothing in it depends
-    /// on what it reads, so that the reads go on beside each other. In the search each guess about a place that is
-    /// still on its way is a chance to wait for it alone.
-    pub fn first(&self, mixed: u64) -> u64 {
-        let Shard { places, .. } = &self.shards[shard(mixed)];
-        places.get(mixed as u32 as usize & places.len().wrapping_sub(1)).copied().unwrap_or(EMPTY)
+        Self { shards: vec![Shard::new(); SHARDS] }
     }
 
     /// The entry under `mixed` for which `is` holds: several hashes may have one tag.
     pub fn find(&self, mixed: u64, is: impl Fn(u32) -> bool) -> Option<u32> {
-        self.find_from(self.first(mixed), mixed, is)
-    }
-
-    /// The same, where [`Self::first`] is known.
-    pub fn find_from(&self, first: u64, mixed: u64, is: impl Fn(u32) -> bool) -> Option<u32> {
-        let (mut place, mut at) = (first, mixed as u32 as usize);
-        while place != EMPTY {
-            if tag(place) == mixed as u32 && is(place as u32) {
-                return Some(place as u32);
-            }
-            let Shard { places, .. } = &self.shards[shard(mixed)];
-            at = (at + 1) & (places.len() - 1);
-            place = places[at];
-        }
-        None
+        let wanted = tag(mixed);
+        let found = self.shards[shard(mixed)].find(spread(wanted), |(tag, entry)| *tag == wanted && is(*entry));
+        found.map(|(_, entry)| *entry)
     }
 
     /// Adds an entry that is not there.
     pub fn insert(&mut self, mixed: u64, entry: u32) {
-        let shard = &mut self.shards[shard(mixed)];
-        if shard.used * 4 >= shard.places.len() * 3 {
-            let larger = vec![EMPTY; (shard.places.len() * 2).max(FEWEST_PLACES)];
-            let old = std::mem::replace(&mut shard.places, larger);
-            old.into_iter().filter(|place| *place != EMPTY).for_each(|place| put(&mut shard.places, place));
-        }
-        put(&mut shard.places, u64::from(mixed as u32) << 32 | u64::from(entry));
-        shard.used += 1;
+        let tag = tag(mixed);
+        self.shards[shard(mixed)].insert_unique(spread(tag), (tag, entry), |(tag, _)| spread(*tag));
     }
 
     /// Takes an entry out.
     pub fn remove(&mut self, mixed: u64, entry: u32) {
-        let Shard { places, used } = &mut self.shards[shard(mixed)];
-        let Some(mask) = places.len().checked_sub(1) else { return };
-        let wanted = u64::from(mixed as u32) << 32 | u64::from(entry);
-        let mut hole = mixed as u32 as usize & mask;
-        while places[hole] != wanted {
-            if places[hole] == EMPTY {
-                return;
-            }
-            hole = (hole + 1) & mask;
+        let wanted = (tag(mixed), entry);
+        if let Ok(found) = self.shards[shard(mixed)].find_entry(spread(wanted.0), |place| *place == wanted) {
+            found.remove();
         }
-        *used -= 1;
-        let mut at = hole;
-        loop {
-            at = (at + 1) & mask;
-            let place = places[at];
-            if place == EMPTY {
-                break;
-            }
-            // How far each is from where it would stand: one that may stand at the hole moves there.
-            let home = tag(place) as usize & mask;
-            if at.wrapping_sub(home) & mask >= at.wrapping_sub(hole) & mask {
-                places[hole] = place;
-                hole = at;
-            }
-        }
-        places[hole] = EMPTY;
     }
 }
 
@@ -127,17 +69,13 @@ fn shard(mixed: u64) -> usize {
     (mixed >> 56) as usize
 }
 
-fn tag(place: u64) -> u32 {
-    (place >> 32) as u32
+fn tag(mixed: u64) -> u32 {
+    mixed as u32
 }
 
-fn put(places: &mut [u64], place: u64) {
-    let mask = places.len() - 1;
-    let mut at = tag(place) as usize & mask;
-    while places[at] != EMPTY {
-        at = (at + 1) & mask;
-    }
-    places[at] = place;
+/// Over all bits: a table looks at the highest and at the lowest.
+fn spread(tag: u32) -> u64 {
+    u64::from(tag).wrapping_mul(ODD)
 }
 
 #[cfg(test)]
@@ -149,7 +87,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Few shards and few tags, so that runs are long, wrap around, and have holes.
+        /// Few shards and few tags, so that many have the same.
         #[test]
         fn is_a_map(changes in prop::collection::vec((0u64..2, 0u64..40, 0u64..3, any::<bool>()), 0..400)) {
             let (mut table, mut model) = (HashTable::new(), HashMap::<u64, u32>::new());
@@ -175,7 +113,7 @@ mod tests {
             for (mixed, entry) in &model {
                 prop_assert_eq!(table.find(*mixed, |found| hashes[found as usize] == *mixed), Some(*entry));
             }
-            prop_assert_eq!(table.shards.iter().map(|shard| shard.used).sum::<usize>(), model.len());
+            prop_assert_eq!(table.shards.iter().map(Shard::len).sum::<usize>(), model.len());
         }
     }
 
