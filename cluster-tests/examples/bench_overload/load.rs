@@ -19,9 +19,9 @@ use tonic_types::StatusExt;
 pub const PROMPT: u64 = 128;
 /// Tokens of an answer; who asks for more takes some more.
 pub const ANSWER: u32 = 16;
-/// A simulated node says one of the first 4,096 tokens. One in four of them ends the answer of who asks for more than
-/// it takes.
-const ENDS: (u32, usize) = (4096, 4);
+/// A simulated node says one of the first 4,096 tokens. As many of them as a request may name end the answer of who
+/// asks for more than it takes: after 64 further tokens in the mean.
+const ENDS: u32 = 64;
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Who asks, and how often.
@@ -95,7 +95,7 @@ impl Load {
         let mut message = ask(token_ids(prompt), self.asks);
         message.ignore_eos = true;
         if self.asks > ANSWER {
-            message.stop_token_ids = (0..ENDS.0).step_by(ENDS.1).collect();
+            message.stop_token_ids = (0..ENDS).collect();
             message.sampling = Some(v1::Sampling { min_tokens: ANSWER, ..message.sampling.unwrap_or_default() });
         }
         let mut request = Request::new(message);

@@ -30,7 +30,7 @@ const WARM_UP: f64 = 2.0;
 const RECOVERED: Duration = Duration::from_secs(60);
 /// The polite tenant's share of the peak.
 const POLITE: f64 = 0.1;
-/// What the careless tenant asks for, for a good thirtieth of it.
+/// What the careless tenant asks for: about six times what it takes.
 const CARELESS: u32 = 512;
 
 const NODE: &str = "--threads 1 --kv-blocks 1024 --simulated-step-us 3000";
