@@ -122,15 +122,7 @@ impl Routers {
     /// # Errors
     /// It is not in time.
     pub async fn sessions(&self, count: usize) -> anyhow::Result<Duration> {
-        let all = async || {
-            for node in &self.nodes {
-                if metric(node, "tandem_router_sessions{").await? != count as f64 {
-                    return Ok(false);
-                }
-            }
-            Ok(true)
-        };
-        until(REGISTERED, &format!("{count} sessions of every node"), all).await
+        sessions(&self.nodes, count, REGISTERED).await
     }
 
     /// Waits until every node is idle, by its own word, and says how long that took.
@@ -231,6 +223,31 @@ async fn ask_one(url: &str, request: v1::GenerateRequest) -> Result<Answer, Fail
     let connected = InferenceClient::connect(url.to_owned()).await;
     let mut client = connected.map_err(|error| failed(tonic::Status::unavailable(error.to_string())))?;
     rest(client.generate(request).await.map_err(failed)?.into_inner()).await
+}
+
+/// Waits until each of these nodes is in so many sessions, and says how long that took.
+///
+/// # Errors
+/// It is not in time.
+pub async fn sessions(nodes: &[Process], count: usize, within: Duration) -> anyhow::Result<Duration> {
+    let all = async || {
+        for node in nodes {
+            if metric(node, "tandem_router_sessions{").await? != count as f64 {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    };
+    until(within, &format!("{count} sessions of every node"), all).await
+}
+
+/// Waits until each of these nodes has logged a text, and says how long that took.
+///
+/// # Errors
+/// One has not in time.
+pub async fn logged(nodes: &[Process], text: &str, within: Duration) -> anyhow::Result<Duration> {
+    let all = async || Ok(nodes.iter().all(|node| node.log().contains(text)));
+    until(within, &format!("every node has logged {text:?}"), all).await
 }
 
 /// Waits for a condition, and says how long that took.

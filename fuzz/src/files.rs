@@ -86,8 +86,8 @@ fn key_seeds() -> Vec<Vec<u8>> {
     ]
 }
 
-/// Keys that are a directory, whose files are what is between bytes of 0: a name, a key, a name, a key. Whoever is let
-/// in has a key that stands there.
+/// A directory of keys. Bytes of 0 separate its files: a name, a key, a name, a key. A client is let in only with a key
+/// of such a file, and as the tenant of its name.
 fn key_directories(data: &[u8]) {
     let fields: Vec<&[u8]> = data.split(|byte| *byte == 0).collect();
     let directory = PathBuf::from(format!("/dev/shm/tandem-fuzz-keys-{}", std::process::id()));

@@ -367,11 +367,7 @@ impl PrefixIndex {
 
     /// The entries of at most [`BATCH`] hashes.
     fn find_all(&self, hashes: &[SequenceHash]) -> [Option<u32>; BATCH] {
-        let mixed: [u64; BATCH] = std::array::from_fn(|i| hashes.get(i).map_or(0, |hash| place_of(*hash, self.seed)));
-        std::array::from_fn(|i| {
-            let hash = *hashes.get(i)?;
-            self.table.find(mixed[i], |id| self.entries.get(id).hash == hash)
-        })
+        std::array::from_fn(|i| self.find(*hashes.get(i)?))
     }
 }
 

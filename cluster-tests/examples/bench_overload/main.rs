@@ -123,60 +123,32 @@ async fn main() -> anyhow::Result<()> {
     let careless = Load { asks: CARELESS, ..load("careless", rate, 300) };
     let (exact, careless) = tokio::try_join!(load("exact", rate, 301).run(seconds), careless.run(seconds))?;
     println!("\nTwo tenants at {rate:.0}/s each:\n");
-    let exact = Served::of(&exact, seconds)?.printed("exact", ANSWER);
-    let careless = Served::of(&careless, seconds)?.printed("careless", CARELESS);
+    let share =
+        |name, asks, seen: &[Seen]| printed_share(name, asks, &Summary::of(seen, WARM_UP, seconds, args.ttft_ms));
+    let (exact, careless) = (share("exact", ANSWER, &exact)?, share("careless", CARELESS, &careless)?);
     println!("- the careless one had {:.2} times what the other had", careless / exact);
     Ok(())
 }
 
-/// What a tenant had while its load was on, after the first seconds.
-struct Served {
-    answers: f64,
-    generated: f64,
-    refused: f64,
-    failed: usize,
-    seconds: f64,
-}
-
-impl Served {
-    fn of(seen: &[Seen], seconds: f64) -> anyhow::Result<Self> {
-        let mut had = Self { answers: 0.0, generated: 0.0, refused: 0.0, failed: 0, seconds: seconds - WARM_UP };
-        for one in seen.iter().filter(|one| one.at >= WARM_UP) {
-            match &one.outcome {
-                Outcome::Answered { tokens, .. } => {
-                    had.answers += 1.0;
-                    had.generated += f64::from(*tokens);
-                }
-                Outcome::Refused { .. } => had.refused += 1.0,
-                Outcome::Failed(status) => {
-                    eprintln!("failed: {status}");
-                    had.failed += 1;
-                }
-            }
-        }
-        ensure!(had.answers > 0.0, "a tenant without an answer");
-        Ok(had)
-    }
-
-    /// Says what it is, and returns the tokens a second as shares count them: one of an answer is worth two.
-    fn printed(&self, name: &str, asks: u32) -> f64 {
-        let Self { answers, generated, refused, failed, seconds } = self;
-        let had = (answers * PROMPT as f64 + ANSWER_WEIGHT as f64 * generated) / seconds;
-        println!(
-            "- {name}: max_tokens {asks}, answers of {:.1} tokens, {:.1} a second: {had:.0} tokens a second; {:.1} a \
-             second refused, {failed} failed",
-            generated / answers,
-            answers / seconds,
-            refused / seconds
-        );
-        had
-    }
+/// Says what a tenant had, and returns its tokens a second as shares count them: one of an answer is worth two.
+fn printed_share(name: &str, asks: u32, sum: &Summary) -> anyhow::Result<f64> {
+    let Summary { answered, generated, refused, failed, .. } = sum;
+    ensure!(*answered > 0.0, "{name} had no answer");
+    let had = answered * PROMPT as f64 + ANSWER_WEIGHT as f64 * generated;
+    println!(
+        "- {name}: max_tokens {asks}, answers of {:.1} tokens, {answered:.1} a second: {had:.0} tokens a second; \
+         {refused:.1} a second refused, {failed} failed",
+        generated / answered
+    );
+    Ok(had)
 }
 
 /// What became of the requests of an interval, in requests a second.
 struct Summary {
     good: f64,
     answered: f64,
+    /// Tokens of answers.
+    generated: f64,
     refused: f64,
     failed: usize,
     p50: f64,
@@ -185,10 +157,13 @@ struct Summary {
 
 impl Summary {
     fn of(seen: &[Seen], from: f64, to: f64, objective_ms: f64) -> Self {
-        let (mut times, mut refused, mut failed) = (Vec::new(), 0, 0);
+        let (mut times, mut generated, mut refused, mut failed) = (Vec::new(), 0, 0, 0);
         for one in seen.iter().filter(|one| (from..to).contains(&one.at)) {
             match &one.outcome {
-                Outcome::Answered { ttft_ms, .. } => times.push(*ttft_ms),
+                Outcome::Answered { ttft_ms, tokens } => {
+                    times.push(*ttft_ms);
+                    generated += tokens;
+                }
                 Outcome::Refused { .. } => refused += 1,
                 Outcome::Failed(status) => {
                     eprintln!("failed: {status}");
@@ -201,6 +176,7 @@ impl Summary {
         Self {
             good: good as f64 / each,
             answered: times.len() as f64 / each,
+            generated: f64::from(generated) / each,
             refused: f64::from(refused) / each,
             failed,
             p50: percentile(&times, 0.5),

@@ -15,7 +15,7 @@ use server::{EtcdServer, PREFIX};
 use tandem_cluster_tests::cluster::{model, words};
 use tandem_cluster_tests::load::{CLIENTS, Load};
 use tandem_cluster_tests::process::run_to_end;
-use tandem_cluster_tests::routers::{Routers, RoutersOptions, until};
+use tandem_cluster_tests::routers::{Routers, RoutersOptions, logged, until};
 use tandem_etcd::register::TTL;
 use tokio::time::sleep;
 
@@ -36,11 +36,6 @@ fn options(etcd: &EtcdServer, routers: usize) -> RoutersOptions {
 async fn stand(etcd: &EtcdServer, routers: usize) -> anyhow::Result<Duration> {
     let all = async || Ok(etcd.entries().await?.len() == routers);
     until(SOON, &format!("{routers} routers stand in etcd"), all).await
-}
-
-async fn logged(cluster: &Routers, text: &str) -> anyhow::Result<Duration> {
-    let all = async || Ok(cluster.nodes.iter().all(|node| node.log().contains(text)));
-    until(SOON, &format!("every node has logged {text:?}"), all).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -85,7 +80,7 @@ async fn routers_come_and_go_and_nodes_follow() -> anyhow::Result<()> {
         client.put(format!("{PREFIX}{name}"), value, None).await?;
     }
     for name in ["\"url\"", "\"large\"", "\"empty\""] {
-        logged(&cluster, name).await?;
+        logged(&cluster.nodes, name, SOON).await?;
     }
     cluster.sessions(2).await?;
 
@@ -104,7 +99,7 @@ async fn etcd_may_die_stand_still_or_forget() -> anyhow::Result<()> {
     load.answers_more(CLIENTS).await?;
 
     etcd.kill();
-    logged(&cluster, "etcd is lost").await?;
+    logged(&cluster.nodes, "etcd is lost", SOON).await?;
     load.answers_more(2 * CLIENTS).await?;
     cluster.sessions(2).await?;
     etcd.start().await?;

@@ -6,12 +6,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::ensure;
-use tandem_cluster_tests::client::metric;
 use tandem_cluster_tests::cluster::{free_port, model, words};
 use tandem_cluster_tests::load::request;
 use tandem_cluster_tests::process::Process;
 use tandem_cluster_tests::reference::Reference;
-use tandem_cluster_tests::routers::{ask_in_turn, until};
+use tandem_cluster_tests::routers::{ask_in_turn, logged, sessions, until};
 use tempfile::TempDir;
 use tokio::time::sleep;
 
@@ -81,20 +80,7 @@ impl Named {
     }
 
     async fn sessions(&self, count: usize) -> anyhow::Result<Duration> {
-        let all = async || {
-            for node in &self.nodes {
-                if metric(node, "tandem_router_sessions{").await? != count as f64 {
-                    return Ok(false);
-                }
-            }
-            Ok(true)
-        };
-        until(SOON, &format!("{count} sessions of every node"), all).await
-    }
-
-    async fn all_log(&self, text: &str) -> anyhow::Result<Duration> {
-        let all = async || Ok(self.nodes.iter().all(|node| node.log().contains(text)));
-        until(SOON, &format!("every node logs {text:?}"), all).await
+        sessions(&self.nodes, count, SOON).await
     }
 }
 
@@ -112,7 +98,7 @@ async fn nodes_follow_the_addresses_of_a_name() -> anyhow::Result<()> {
     };
     let named = Named::start().await?;
     // A name without an address ends no node, and is said once.
-    named.all_log("cannot be resolved").await?;
+    logged(&named.nodes, "cannot be resolved", SOON).await?;
     let mut first = named.router("127.0.0.2").await?;
     named.points_to(&["127.0.0.2"])?;
     named.sessions(1).await?;
@@ -131,7 +117,7 @@ async fn nodes_follow_the_addresses_of_a_name() -> anyhow::Result<()> {
     answers(&first, 3).await?;
     first.terminate();
     first.ended(SOON).await?;
-    named.all_log("a router has left").await?;
+    logged(&named.nodes, "a router has left", SOON).await?;
     named.sessions(1).await?;
     let again = named.router("127.0.0.2").await?;
     answers(&second, 4).await?;

@@ -27,7 +27,7 @@ pub struct ClientName {
 }
 
 impl ClientName {
-    /// Those in a certificate, whoever signed it; none in what is no certificate.
+    /// The names in a certificate, whose signature is not checked here. Bytes that are no certificate have none.
     pub fn of(cert: &CertificateDer<'_>) -> Self {
         let Ok(cert) = EndEntityCert::try_from(cert) else { return Self::default() };
         let spiffe_id = spiffe_id(cert.valid_uri_names()).ok().flatten().map(str::to_owned);

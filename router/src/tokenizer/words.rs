@@ -1,6 +1,6 @@
 //! What words became, remembered: of a prompt nearly all were seen before. Two generations bound it. A word that is
 //! asked for is in the young one; when that is full it is the old one, and what was not asked for since goes. So a word
-//! goes after two generations of new ones in which nobody asked for it, whoever's they were, and never before.
+//! is dropped only when a generation of new ones came, from any client, and none asked for it meanwhile.
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher};
 use std::sync::{PoisonError, RwLock};
