@@ -143,7 +143,8 @@ async fn bomb(target: &Target, packing: Packing) -> anyhow::Result<String> {
     Ok(told)
 }
 
-/// A stream whose window is shut: the router waits as long as `--client-stall-ms` says, and holds little meanwhile.
+/// Streams whose window is shut: the router waits as long as `--client-stall-ms` says, and holds little meanwhile. They
+/// are fewer than the decode node has seats: with all of them taken a client waits, whatever others do with answers.
 async fn unread(target: &Target) -> anyhow::Result<String> {
     let message = v1::GenerateRequest { ignore_eos: true, ..ask(text("Hello"), 1500) };
     let message = message.encode_to_vec();
@@ -167,7 +168,7 @@ async fn unread(target: &Target) -> anyhow::Result<String> {
     .concat();
     let seen = Seen::Router("tandem_client_stalls_total");
     let before = target.seen(seen).await?;
-    let held = sockets::hold(target.router("grpc")?, target.count(8, 64), &bytes).await?;
+    let held = sockets::hold(target.router("grpc")?, target.count(8, 48), &bytes).await?;
     tokio::time::timeout(Duration::from_secs(20), target.until_seen(seen, before)).await??;
     drop(held);
     Ok("ended after --client-stall-ms".to_owned())

@@ -1,5 +1,6 @@
 //! HTTP/2 against itself: floods of frames that cost the sender little and the server much, on both clients' ports.
 use std::net::SocketAddr;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use futures::FutureExt;
@@ -14,22 +15,24 @@ use crate::target::{Seen, Target, VICTIM};
 const DOORS: [&str; 2] = ["http", "grpc"];
 /// "Enhance your calm" (RFC 9113, 7).
 const CALM: u32 = 0xb;
+const FAILED: Seen = Seen::Router("tandem_connections_failed_total{role=\"router\"");
+/// A ping goes out after 30 s at the latest, and has as long for its answer.
+const UNANSWERED: Duration = Duration::from_secs(75);
 
 /// All of them.
 pub fn attacks() -> Vec<Attack> {
-    let failed = Seen::Router("tandem_connections_failed_total{role=\"router\"");
     let attack = |name, seen, run| Attack { name, door: "client HTTP, gRPC", seen, run };
-    let held_back = Seen::Nowhere("answered no faster than the client reads; one of its port's places");
+    let held_back = Seen::Nowhere("not at once; as a failed connection after a minute, which the full form waits for");
     vec![
-        attack("rapid reset", failed, |target| rapid_reset(target).boxed_local()),
-        attack("CONTINUATION flood", failed, |target| continuation(target).boxed_local()),
-        attack("frames out of order", failed, |target| out_of_order(target).boxed_local()),
+        attack("rapid reset", FAILED, |target| rapid_reset(target).boxed_local()),
+        attack("CONTINUATION flood", FAILED, |target| continuation(target).boxed_local()),
+        attack("frames out of order", FAILED, |target| out_of_order(target).boxed_local()),
         attack("PING flood, unread", held_back, |target| flood(target, ping()).boxed_local()),
         attack("SETTINGS flood, unread", held_back, |target| flood(target, settings()).boxed_local()),
         attack("headers of 1 MB in HPACK", Seen::Nowhere("431 by h2 itself; the connection stays"), |target| {
             header_bomb(target).boxed_local()
         }),
-        attack("window overflow", failed, |target| overflow(target).boxed_local()),
+        attack("window overflow", FAILED, |target| overflow(target).boxed_local()),
     ]
 }
 
@@ -112,26 +115,33 @@ async fn overflow(target: &Target) -> anyhow::Result<String> {
 }
 
 /// So many frames that each want an answer, of which none is read: the server must stop reading, not keep the answers.
+/// In the full form it also ends such connections, which answer no ping.
 async fn flood(target: &Target, frame: Vec<u8>) -> anyhow::Result<String> {
     let frames = frame.repeat(4096);
-    let mut stopped = 0;
+    let before = target.seen(FAILED).await?;
+    let mut held = Vec::new();
     for door in DOORS {
         let mut stream = TcpStream::connect(target.router(door)?).await?;
         stream.write_all(&h2::opening(&[])).await?;
+        let mut stopped = false;
         for _ in 0..target.count(200, 5_000) {
-            match timeout(PATIENCE, stream.write_all(&frames)).await {
-                Ok(Ok(())) => {}
-                Ok(Err(_)) | Err(_) => {
-                    stopped += 1;
-                    break;
-                }
+            if !matches!(timeout(PATIENCE, stream.write_all(&frames)).await, Ok(Ok(()))) {
+                stopped = true;
+                break;
             }
         }
-        ensure!(stream.peer_addr().is_ok() || stopped > 0, "{door}");
-        drop(stream);
+        ensure!(stopped, "{door}: it goes on reading what it answers to nobody");
+        held.push(stream);
     }
-    ensure!(stopped == DOORS.len(), "it goes on reading what it answers to nobody");
-    Ok("not read any more".to_owned())
+    if !target.full {
+        return Ok("not read any more".to_owned());
+    }
+    let begun = Instant::now();
+    while target.seen(FAILED).await? < before + held.len() as f64 {
+        ensure!(begun.elapsed() < UNANSWERED, "the connections stay");
+        tokio::time::sleep(PATIENCE).await;
+    }
+    Ok("not read any more; closed, as a ping has no answer".to_owned())
 }
 
 /// Small on the wire, large when it is unpacked: one long entry of the table, named again and again (RFC 7541, 7.3).

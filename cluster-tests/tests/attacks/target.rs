@@ -80,12 +80,14 @@ impl Target {
         let (keys, token) = (keys.display(), token.display());
         let limits = format!("--max-connections {CONNECTIONS} --client-stall-ms 1000");
         let doors = "--nodes 127.0.0.1:0 --admin 127.0.0.1:0";
+        // The long answers of the full form fit.
+        let blocks = if full { 8192 } else { 1024 };
         let kv = [free_port()?, free_port()?].map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
         let cluster = Cluster::start(Options {
             transport: "tcp",
             simulated: true,
             router_args: words(&format!("--api-keys {keys} --join-token-file {token} {doors} {limits}")),
-            node_args: words(&format!("--threads 1 --kv-blocks 1024 {STEP} --join-token-file {token}")),
+            node_args: words(&format!("--threads 1 --kv-blocks {blocks} {STEP} --join-token-file {token}")),
             prefill_args: words(&format!("--kv-listen {}", kv[0])),
             decode_args: words(&format!("--kv-listen {}", kv[1])),
             ..Options::default()
