@@ -168,7 +168,7 @@ async fn unread(target: &Target) -> anyhow::Result<String> {
     .concat();
     let seen = Seen::Router("tandem_client_stalls_total");
     let before = target.seen(seen).await?;
-    let held = sockets::hold(target.router("grpc")?, target.count(8, 48), &bytes).await?;
+    let held = sockets::hold(target.router("grpc")?, target.count(8, 24), &bytes).await?;
     tokio::time::timeout(Duration::from_secs(20), target.until_seen(seen, before)).await??;
     drop(held);
     Ok("ended after --client-stall-ms".to_owned())

@@ -16,13 +16,13 @@ const DOORS: [&str; 2] = ["http", "grpc"];
 /// "Enhance your calm" (RFC 9113, 7).
 const CALM: u32 = 0xb;
 const FAILED: Seen = Seen::Router("tandem_connections_failed_total{role=\"router\"");
-/// A ping goes out after 30 s at the latest, and has as long for its answer.
-const UNANSWERED: Duration = Duration::from_secs(75);
+/// How long a client may take nothing of what it is sent, and some patience.
+const UNREAD: Duration = Duration::from_secs(30 + 15);
 
 /// All of them.
 pub fn attacks() -> Vec<Attack> {
     let attack = |name, seen, run| Attack { name, door: "client HTTP, gRPC", seen, run };
-    let held_back = Seen::Nowhere("not at once; as a failed connection after a minute, which the full form waits for");
+    let held_back = Seen::Nowhere("until it is a failed connection after 30 s, for which the full form waits");
     vec![
         attack("rapid reset", FAILED, |target| rapid_reset(target).boxed_local()),
         attack("CONTINUATION flood", FAILED, |target| continuation(target).boxed_local()),
@@ -115,7 +115,7 @@ async fn overflow(target: &Target) -> anyhow::Result<String> {
 }
 
 /// So many frames that each want an answer, of which none is read: the server must stop reading, not keep the answers.
-/// In the full form it also ends such connections, which answer no ping.
+/// In the full form it also ends such connections, as nothing is taken of what it writes.
 async fn flood(target: &Target, frame: Vec<u8>) -> anyhow::Result<String> {
     let frames = frame.repeat(4096);
     let before = target.seen(FAILED).await?;
@@ -138,10 +138,10 @@ async fn flood(target: &Target, frame: Vec<u8>) -> anyhow::Result<String> {
     }
     let begun = Instant::now();
     while target.seen(FAILED).await? < before + held.len() as f64 {
-        ensure!(begun.elapsed() < UNANSWERED, "the connections stay");
+        ensure!(begun.elapsed() < UNREAD, "the connections stay");
         tokio::time::sleep(PATIENCE).await;
     }
-    Ok("not read any more; closed, as a ping has no answer".to_owned())
+    Ok("not read any more, closed after 30 s".to_owned())
 }
 
 /// Small on the wire, large when it is unpacked: one long entry of the table, named again and again (RFC 7541, 7.3).

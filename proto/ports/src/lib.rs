@@ -29,6 +29,7 @@ mod peer_name;
 pub mod pem;
 mod places;
 mod refusals;
+mod stall;
 mod stream;
 mod tls;
 mod verify;
@@ -69,7 +70,7 @@ const USUAL_DESCRIPTORS: u64 = 1024;
 /// A host that vanished is noticed after the first and three times the second.
 const KEEPALIVE_TIME: Duration = Duration::from_secs(10);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
-/// A peer that is alive and takes nothing of what it asked for.
+/// A host that answers, and takes nothing of what it asked for.
 const STALL_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Bounds of one port.
@@ -77,8 +78,8 @@ const STALL_TIMEOUT: Duration = Duration::from_secs(120);
 pub struct Limits {
     /// Open at once, at least 1. Who comes later takes the place of one that is idle or half-open; see [`Places`].
     pub connections: usize,
-    /// For the first bytes of a connection, for the head of every HTTP/1.1 request, between two of them, and for the
-    /// answer to a ping over HTTP/2.
+    /// For the first bytes of a connection, for the head of every HTTP/1.1 request, between two of them, for the answer
+    /// to a ping over HTTP/2, and for taking something of what it is sent.
     pub silence: Duration,
 }
 

@@ -23,7 +23,7 @@ async fn bind(connections: usize) -> (Port, SocketAddr) {
     (Port::new(listener, Limits { connections, silence: SILENCE }), address)
 }
 
-/// `/` answers at once; `/slow` sends pieces further apart than a client may be silent.
+/// `/` answers at once; `/slow` sends pieces further apart than a client may be silent; `/endless` does not end.
 async fn http(connections: usize) -> (SocketAddr, CancellationToken, JoinHandle<()>) {
     let ((port, address), stop) = (bind(connections).await, CancellationToken::new());
     (address, stop.clone(), tokio::spawn(serve_http(port, app(), stop)))
@@ -36,7 +36,9 @@ fn app() -> axum::Router {
             (sent < PIECES).then_some((Ok::<_, Infallible>("piece"), sent + 1))
         }))
     };
-    axum::Router::new().route("/", get(|| async { "well" })).route("/slow", get(pieces))
+    let endless =
+        || async { Body::from_stream(futures::stream::repeat_with(|| Ok::<_, Infallible>(vec![0; 1 << 16]))) };
+    axum::Router::new().route("/", get(|| async { "well" })).route("/slow", get(pieces)).route("/endless", get(endless))
 }
 
 async fn connect(address: SocketAddr, bytes: &str) -> TcpStream {
@@ -123,6 +125,28 @@ async fn a_slow_answer_is_not_silence_of_its_client() {
     let (address, ..) = http(8).await;
     let answer = rest(connect(address, &request("/slow")).await).await;
     assert_eq!(answer.matches("piece").count(), PIECES, "{answer}");
+}
+
+#[tokio::test]
+async fn who_takes_nothing_of_what_it_is_sent_is_ended_and_counted() {
+    let endless = "GET /endless HTTP/1.1\r\nhost: test\r\n\r\n".as_bytes();
+    let pings = [0, 0, 8, 6, 0, 0, 0, 0, 0, 7, 7, 7, 7, 7, 7, 7, 7].repeat(4096);
+    for (first, more) in [(endless, &[][..]), (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0", &pings)] {
+        let (port, address) = bind(8).await;
+        let places = port.places();
+        tokio::spawn(serve_http(port, app(), CancellationToken::new()));
+        let mut stream = TcpStream::connect(address).await.expect("connect");
+        stream.write_all(first).await.expect("write");
+        let begun = Instant::now();
+        while places.occupancy().failed == 0 {
+            assert!(begun.elapsed() < BOUND, "it is still there");
+            // Until no more is read of it, either.
+            let _ = tokio::time::timeout(SILENCE, stream.write_all(more)).await;
+            tokio::time::sleep(SILENCE / 10).await;
+        }
+        assert!(begun.elapsed() >= SILENCE);
+        assert_eq!(places.occupancy().open, 0);
+    }
 }
 
 #[tokio::test]
