@@ -63,7 +63,7 @@ pub(super) fn ports(scrape: &mut Scrape<'_>, node: &Node) -> Result {
         ("tandem_connections_refused", "Connections closed at once because all others were busy.", |now| now.refused),
         (
             "tandem_connections_failed",
-            "Connections that the port ended because of what they sent, or did not send in time.",
+            "Connections that the port ended because of what they sent, or did not send or read in time.",
             |now| now.failed,
         ),
     ] {

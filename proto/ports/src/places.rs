@@ -29,7 +29,7 @@ pub struct Occupancy {
     pub evicted: u64,
     /// Newcomers that were closed because all others were busy, since the start.
     pub refused: u64,
-    /// Connections that the port ended because of what they sent, or did not send in time, since the start.
+    /// Connections that the port ended because of what they sent, or did not send or read in time, since the start.
     pub failed: u64,
     /// The Unix second at which its certificate ends, or one of the authorities' behind it; `None`: it has none.
     pub certificate_not_after: Option<u64>,

@@ -41,7 +41,7 @@ impl PortMetrics {
         );
         registry.register(
             "tandem_connections_failed",
-            "Connections that the port ended because of what they sent, or did not send in time",
+            "Connections that the port ended because of what they sent, or did not send or read in time",
             own.failed.clone(),
         );
         registry.register(
