@@ -167,9 +167,11 @@ async fn unread(target: &Target) -> anyhow::Result<String> {
     ]
     .concat();
     let seen = Seen::Router("tandem_client_stalls_total");
-    let before = target.seen(seen).await?;
+    let replans = Seen::Router("tandem_replans_total");
+    let before = [target.seen(seen).await?, target.seen(replans).await?];
     let held = sockets::hold(target.router("grpc")?, target.count(8, 24), &bytes).await?;
-    tokio::time::timeout(Duration::from_secs(20), target.until_seen(seen, before)).await??;
+    tokio::time::timeout(Duration::from_secs(20), target.until_seen(seen, before[0])).await??;
+    ensure!(target.seen(replans).await? == before[1], "answers were planned again");
     drop(held);
     Ok("ended after --client-stall-ms".to_owned())
 }

@@ -17,12 +17,12 @@ const DOORS: [&str; 2] = ["http", "grpc"];
 const CALM: u32 = 0xb;
 const FAILED: Seen = Seen::Router("tandem_connections_failed_total{role=\"router\"");
 /// How long a client may take nothing of what it is sent, and some patience.
-const UNREAD: Duration = Duration::from_secs(30 + 15);
+const UNREAD: Duration = Duration::from_secs(60 + 15);
 
 /// All of them.
 pub fn attacks() -> Vec<Attack> {
     let attack = |name, seen, run| Attack { name, door: "client HTTP, gRPC", seen, run };
-    let held_back = Seen::Nowhere("until it is a failed connection after 30 s, for which the full form waits");
+    let held_back = Seen::Nowhere("until it is a failed connection after 60 s, for which the full form waits");
     vec![
         attack("rapid reset", FAILED, |target| rapid_reset(target).boxed_local()),
         attack("CONTINUATION flood", FAILED, |target| continuation(target).boxed_local()),
@@ -141,7 +141,7 @@ async fn flood(target: &Target, frame: Vec<u8>) -> anyhow::Result<String> {
         ensure!(begun.elapsed() < UNREAD, "the connections stay");
         tokio::time::sleep(PATIENCE).await;
     }
-    Ok("not read any more, closed after 30 s".to_owned())
+    Ok("not read any more, closed after 60 s".to_owned())
 }
 
 /// Small on the wire, large when it is unpacked: one long entry of the table, named again and again (RFC 7541, 7.3).

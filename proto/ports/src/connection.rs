@@ -1,7 +1,7 @@
-//! One accepted connection: a socket with its place among the port's, deadlines for its first bytes and for writes that
-//! its client does not take, and, where many streams share it, writes that gather. When its place goes to another, its
-//! reads end as if the client had left. Where a request was answered before its body was read, closing drains that body
-//! for a bounded time (a lingering close).
+//! One accepted connection: a socket with its place among the port's, and, where many streams share it, a deadline for
+//! its first bytes and writes that gather. When its place goes to another, its reads end as if the client had left.
+//! Where a request was answered before its body was read, closing drains that body for a bounded time (a lingering
+//! close).
 use std::io;
 use std::pin::{Pin, pin};
 use std::task::{Context, Poll, ready};
@@ -13,7 +13,7 @@ use tonic::transport::server::{Connected, TcpConnectInfo};
 
 use crate::gathering::Gathering;
 use crate::places::{Calls, Place};
-use crate::stall::Stall;
+use crate::socket::is_stall;
 use crate::stream::Stream;
 use crate::who::Who;
 
@@ -34,7 +34,6 @@ pub(crate) struct Connection {
     who: Who,
     greeting: Option<Greeting>,
     gathering: Option<Gathering>,
-    stall: Stall,
     lingers: Lingers,
     joins_frames: bool,
     turn: Turn,
@@ -106,7 +105,6 @@ impl Connection {
             who: Who::Anybody,
             greeting: None,
             gathering: None,
-            stall: Stall::default(),
             lingers: Lingers::Never,
             joins_frames: false,
             turn: Turn::default(),
@@ -137,18 +135,13 @@ impl Connection {
     /// The same for HTTP/2 alone.
     pub(crate) fn greeted_within(self, silence: Duration) -> Self {
         self.place.only_fails();
-        Self { gathering: Some(Gathering::default()), ..self.attentive_within(silence) }
+        Self { greeting: Some(Greeting::within(silence)), gathering: Some(Gathering::default()), ..self }
     }
 
     /// The same for HTTP/1 and HTTP/2, told apart by their first bytes. A request may be answered before its body was
     /// read.
     pub(crate) fn of_either_within(self, silence: Duration) -> Self {
-        Self { lingers: Lingers::WhenUnread, ..self.attentive_within(silence) }
-    }
-
-    /// The same, whose client says its first bytes in time, and takes something of what it is sent.
-    fn attentive_within(self, silence: Duration) -> Self {
-        Self { greeting: Some(Greeting::within(silence)), stall: Stall::within(silence), ..self }
+        Self { greeting: Some(Greeting::within(silence)), lingers: Lingers::WhenUnread, ..self }
     }
 
     /// Ready when the client has ended, the place went to another, or the time is up.
@@ -174,7 +167,7 @@ impl Connection {
     fn lost(&self, error: &io::Error) {
         use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, NotConnected, TimedOut, UnexpectedEof};
         let kinds = [BrokenPipe, ConnectionAborted, ConnectionReset, NotConnected, TimedOut, UnexpectedEof];
-        if kinds.contains(&error.kind()) {
+        if kinds.contains(&error.kind()) && !is_stall(error) {
             self.place.left();
         }
     }
@@ -188,11 +181,11 @@ impl Connection {
     }
 
     /// What became of bytes that the system was given.
-    fn written<T>(&mut self, cx: &mut Context<'_>, polled: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+    fn written<T>(&self, polled: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         if let Poll::Ready(Err(error)) = &polled {
             self.lost(error);
         }
-        self.stall.poll(cx, polled)
+        polled
     }
 }
 
@@ -227,7 +220,7 @@ impl AsyncWrite for Connection {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         ready!(self.poll_writable(cx))?;
         let polled = Pin::new(&mut self.stream).poll_write(cx, bytes);
-        self.written(cx, polled)
+        self.written(polled)
     }
 
     fn poll_write_vectored(
@@ -237,7 +230,7 @@ impl AsyncWrite for Connection {
     ) -> Poll<io::Result<usize>> {
         ready!(self.poll_writable(cx))?;
         let polled = Pin::new(&mut self.stream).poll_write_vectored(cx, slices);
-        self.written(cx, polled)
+        self.written(polled)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -247,7 +240,7 @@ impl AsyncWrite for Connection {
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let polled = Pin::new(&mut self.stream).poll_flush(cx);
-        ready!(self.stall.poll(cx, polled))?;
+        ready!(self.written(polled))?;
         self.gathering.iter_mut().for_each(Gathering::flushed);
         self.place.flushed(cx);
         Poll::Ready(Ok(()))
@@ -255,7 +248,7 @@ impl AsyncWrite for Connection {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let polled = Pin::new(&mut self.stream).poll_shutdown(cx);
-        ready!(self.stall.poll(cx, polled))?;
+        ready!(self.written(polled))?;
         self.poll_drained(cx).map(Ok)
     }
 }

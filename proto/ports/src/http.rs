@@ -28,9 +28,9 @@ const NO_HOST: &str = "an HTTP/1.1 request names its host: exactly one Host head
 
 /// Bytes of an answer that wait for a slow reader of an HTTP/2 stream, at most.
 const STREAM_BUFFER_BYTES: usize = 64 << 10;
-/// What is read of an HTTP/1.1 connection before it is asked for, and the most that a request's head may have. Where a
-/// connection has had large bodies before, hyper reads so much at once: of many that wait for room, it is all there.
-const READ_BUFFER_BYTES: usize = 64 << 10;
+/// What an HTTP/1.1 connection holds at most of what came, a request's head included, and of what is to be sent. Where
+/// a connection has had large bodies before, hyper reads so much at once, also of one that waits for room.
+const CONNECTION_BUFFER_BYTES: usize = 64 << 10;
 
 /// Serves `app` until `stop`; then nobody new is let in, idle and half-open connections close, and it returns when the
 /// requests under way were answered. A response may take as long as it takes: only silence of the client is bounded.
@@ -65,7 +65,7 @@ pub async fn serve_http(port: Port, app: axum::Router, stop: CancellationToken) 
 /// A server whose clients may be silent for so long, where a request's head or an answer to a ping is due.
 fn bounded(silence: Duration) -> auto::Builder<TokioExecutor> {
     let mut http = auto::Builder::new(TokioExecutor::new());
-    http.http1().timer(TokioTimer::new()).header_read_timeout(silence).max_buf_size(READ_BUFFER_BYTES);
+    http.http1().timer(TokioTimer::new()).header_read_timeout(silence).max_buf_size(CONNECTION_BUFFER_BYTES);
     http.http2()
         .timer(TokioTimer::new())
         .keep_alive_interval(silence)

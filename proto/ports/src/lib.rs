@@ -29,7 +29,7 @@ mod peer_name;
 pub mod pem;
 mod places;
 mod refusals;
-mod stall;
+mod socket;
 mod stream;
 mod tls;
 mod verify;
@@ -57,6 +57,7 @@ pub use crate::node_tls_files::NodeTlsFiles;
 pub use crate::peer_name::{PeerName, PeerRole, Wanted};
 pub use crate::pem::TlsError;
 pub use crate::places::{Occupancy, Places};
+use crate::socket::Socket;
 use crate::stream::Stream;
 pub use crate::tls::{Tls, TlsFiles};
 use crate::who::Who;
@@ -70,22 +71,34 @@ const USUAL_DESCRIPTORS: u64 = 1024;
 /// A host that vanished is noticed after the first and three times the second.
 const KEEPALIVE_TIME: Duration = Duration::from_secs(10);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
-/// A host that answers, and takes nothing of what it asked for.
+/// A client that takes nothing of what it asked for, where all of that is with the system; see [`Limits::patience`].
 const STALL_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// What waits in the system for a client to take it. A write goes on when half of that has gone: with the system's own
+/// 4 MB, a slow reader of a long answer would seem to take nothing for minutes.
+const UNSENT_BYTES: u32 = 128 << 10;
 
 /// Bounds of one port.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Open at once, at least 1. Who comes later takes the place of one that is idle or half-open; see [`Places`].
     pub connections: usize,
-    /// For the first bytes of a connection, for the head of every HTTP/1.1 request, between two of them, for the answer
-    /// to a ping over HTTP/2, and for taking something of what it is sent.
+    /// For the first bytes of a connection, for the head of every HTTP/1.1 request, between two of them, and for the
+    /// answer to a ping over HTTP/2.
     pub silence: Duration,
 }
 
 impl Default for Limits {
     fn default() -> Self {
         Self { connections: 4096, silence: Duration::from_secs(30) }
+    }
+}
+
+impl Limits {
+    /// How long a client may take nothing of what waits to be written. Longer than its silence, which is also what a
+    /// client may read nothing of an answer by default: the answer ends first, and is counted for what it is.
+    fn patience(&self) -> Duration {
+        2 * self.silence
     }
 }
 
@@ -186,16 +199,17 @@ impl Port {
             }
             let peer = stream.connect_info();
             let who = self.within.who();
-            let connection = Connection::new(self.secure(stream, protocols, &who), peer, place);
+            let socket = Socket::new(stream, self.limits.patience());
+            let connection = Connection::new(self.secure(socket, protocols, &who), peer, place);
             return connection.called_by(who).joining_frames(self.joins_frames);
         }
     }
 
-    fn secure(&self, stream: TcpStream, protocols: &[&str], who: &Who) -> Stream {
+    fn secure(&self, socket: Socket, protocols: &[&str], who: &Who) -> Stream {
         match &self.within {
-            Within::Nothing => Stream::Plain(stream),
-            Within::Tls(tls) => Stream::secured(stream, tls.speaking(protocols), who.clone()),
-            Within::ClusterTls(tls) => Stream::of_cluster(stream, tls.clone(), who.clone()),
+            Within::Nothing => Stream::Plain(socket),
+            Within::Tls(tls) => Stream::secured(socket, tls.speaking(protocols), who.clone()),
+            Within::ClusterTls(tls) => Stream::of_cluster(socket, tls.clone(), who.clone()),
         }
     }
 }
@@ -242,7 +256,8 @@ fn configure(stream: &TcpStream) -> io::Result<()> {
     socket.set_tcp_nodelay(true)?;
     let keepalive = socket2::TcpKeepalive::new().with_time(KEEPALIVE_TIME).with_interval(KEEPALIVE_INTERVAL);
     socket.set_tcp_keepalive(&keepalive.with_retries(3))?;
-    socket.set_tcp_user_timeout(Some(STALL_TIMEOUT))
+    socket.set_tcp_user_timeout(Some(STALL_TIMEOUT))?;
+    socket.set_tcp_notsent_lowat(UNSENT_BYTES)
 }
 
 fn is_of_the_peer(error: &io::Error) -> bool {

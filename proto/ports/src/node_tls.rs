@@ -27,6 +27,7 @@ use crate::node_tls_files::NodeTlsFiles;
 use crate::peer_name::{FORM, PeerName, PeerRole, Policy, Wanted};
 use crate::pem::{TlsError, certificates, private_key, roots};
 use crate::refusals::Refusals;
+use crate::socket::Socket;
 use crate::tls;
 use crate::verify::{PeerVerifier, describe, described, name, of_certificate};
 
@@ -171,9 +172,9 @@ impl NodeTls {
     }
 
     /// A caller's handshake failed. One that left, or never began, is nobody's affair.
-    pub(crate) fn handshake_failed(&self, stream: &TcpStream, error: &io::Error) -> bool {
+    pub(crate) fn handshake_failed(&self, socket: &Socket, error: &io::Error) -> bool {
         let Some(error) = error.get_ref().and_then(|error| error.downcast_ref::<rustls::Error>()) else { return false };
-        self.shared.refusals.add(stream.peer_addr().ok(), &describe(error));
+        self.shared.refusals.add(socket.peer_addr(), &describe(error));
         true
     }
 

@@ -7,13 +7,13 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
 use tokio::time::{Sleep, sleep};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::ServerConfig;
 use tokio_rustls::server::{FallibleAccept, TlsStream};
 
 use crate::node_tls::NodeTls;
+use crate::socket::Socket;
 use crate::who::Who;
 
 /// How long a caller may take to read why it was refused. Closing a socket with unread bytes resets the connection,
@@ -21,16 +21,16 @@ use crate::who::Who;
 const LAST_WORD: Duration = Duration::from_secs(1);
 
 pub(crate) enum Stream {
-    Plain(TcpStream),
+    Plain(Socket),
     /// Until the client has said hello and been answered.
     Handshake(Box<Handshake>),
-    Tls(Box<TlsStream<TcpStream>>),
+    Tls(Box<TlsStream<Socket>>),
     Refused(Box<Refused>),
 }
 
 /// A handshake under way.
 pub(crate) struct Handshake {
-    accept: FallibleAccept<TcpStream>,
+    accept: FallibleAccept<Socket>,
     /// Where the name of the other end is noted.
     who: Who,
     /// Among the cluster's own: who counts those that are refused.
@@ -39,23 +39,23 @@ pub(crate) struct Handshake {
 
 /// A caller whose handshake failed; `late` at the latest it has read why.
 pub(crate) struct Refused {
-    stream: TcpStream,
+    stream: Socket,
     late: Option<Pin<Box<Sleep>>>,
     error: Option<io::Error>,
 }
 
 impl Stream {
     /// Within TLS; the client's name is noted when it is known.
-    pub fn secured(stream: TcpStream, config: Arc<ServerConfig>, who: Who) -> Self {
+    pub fn secured(stream: Socket, config: Arc<ServerConfig>, who: Who) -> Self {
         Self::handshake(stream, config, who, None)
     }
 
     /// Within TLS of the cluster; the caller's name is noted when it is known.
-    pub fn of_cluster(stream: TcpStream, tls: NodeTls, who: Who) -> Self {
+    pub fn of_cluster(stream: Socket, tls: NodeTls, who: Who) -> Self {
         Self::handshake(stream, tls.server(), who, Some(tls))
     }
 
-    fn handshake(stream: TcpStream, config: Arc<ServerConfig>, who: Who, cluster: Option<NodeTls>) -> Self {
+    fn handshake(stream: Socket, config: Arc<ServerConfig>, who: Who, cluster: Option<NodeTls>) -> Self {
         let accept = TlsAcceptor::from(config).accept(stream).into_fallible();
         Self::Handshake(Box::new(Handshake { accept, who, cluster }))
     }

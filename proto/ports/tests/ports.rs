@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::routing::get;
-use tandem_ports::{CLIENT_STREAMS, KeepAlive, Limits, NODE_STREAMS, Port, serve_grpc, serve_http};
+use tandem_ports::{CLIENT_STREAMS, KeepAlive, Limits, NODE_STREAMS, Places, Port, serve_grpc, serve_http};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
@@ -127,25 +127,51 @@ async fn a_slow_answer_is_not_silence_of_its_client() {
     assert_eq!(answer.matches("piece").count(), PIECES, "{answer}");
 }
 
+const PREFACE_AND_SETTINGS: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
+
+/// Says `first`, and then `more` again and again, reads nothing, and waits until that is a failed connection.
+async fn fails(places: &Places, address: SocketAddr, first: &[u8], more: &[u8]) {
+    let mut stream = TcpStream::connect(address).await.expect("connect");
+    stream.write_all(first).await.expect("write");
+    let begun = Instant::now();
+    while places.occupancy().failed == 0 {
+        assert!(begun.elapsed() < BOUND, "it is still there");
+        // Until no more is read of it, either.
+        let _ = tokio::time::timeout(SILENCE, stream.write_all(more)).await;
+        tokio::time::sleep(SILENCE / 10).await;
+    }
+    assert!(begun.elapsed() >= 2 * SILENCE);
+    assert_eq!(places.occupancy().open, 0);
+}
+
 #[tokio::test]
 async fn who_takes_nothing_of_what_it_is_sent_is_ended_and_counted() {
-    let endless = "GET /endless HTTP/1.1\r\nhost: test\r\n\r\n".as_bytes();
     let pings = [0, 0, 8, 6, 0, 0, 0, 0, 0, 7, 7, 7, 7, 7, 7, 7, 7].repeat(4096);
-    for (first, more) in [(endless, &[][..]), (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0", &pings)] {
+    let endless = b"GET /endless HTTP/1.1\r\nhost: test\r\n\r\n";
+    for (first, more) in [(&endless[..], &[][..]), (PREFACE_AND_SETTINGS, &pings)] {
         let (port, address) = bind(8).await;
         let places = port.places();
         tokio::spawn(serve_http(port, app(), CancellationToken::new()));
-        let mut stream = TcpStream::connect(address).await.expect("connect");
-        stream.write_all(first).await.expect("write");
-        let begun = Instant::now();
-        while places.occupancy().failed == 0 {
-            assert!(begun.elapsed() < BOUND, "it is still there");
-            // Until no more is read of it, either.
-            let _ = tokio::time::timeout(SILENCE, stream.write_all(more)).await;
-            tokio::time::sleep(SILENCE / 10).await;
-        }
-        assert!(begun.elapsed() >= SILENCE);
-        assert_eq!(places.occupancy().open, 0);
+        fails(&places, address, first, more).await;
+    }
+    let (port, address) = bind(8).await;
+    let places = port.places();
+    let keep_alive = KeepAlive { interval: BOUND, timeout: BOUND };
+    tokio::spawn(serve_grpc(port, Routes::default(), CLIENT_STREAMS, keep_alive, CancellationToken::new()));
+    fails(&places, address, PREFACE_AND_SETTINGS, &pings).await;
+}
+
+#[tokio::test]
+async fn who_reads_slowly_stays() {
+    let (address, ..) = http(8).await;
+    let socket = tokio::net::TcpSocket::new_v4().expect("a socket");
+    // So that the system tells soon of each part that was read.
+    socket.set_recv_buffer_size(64 << 10).expect("small");
+    let mut stream = socket.connect(address).await.expect("connect");
+    stream.write_all(b"GET /endless HTTP/1.1\r\nhost: test\r\n\r\n").await.expect("write");
+    for _ in 0..30 {
+        tokio::time::sleep(SILENCE / 3).await;
+        stream.read_exact(&mut [0; 64 << 10]).await.expect("it goes on");
     }
 }
 

@@ -1,5 +1,6 @@
 //! Ports within TLS: who is let in, what a silent handshake costs, that files are read again, and that wrong ones are
 //! named.
+use std::convert::Infallible;
 use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -7,6 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use axum::Extension;
+use axum::body::Body;
 use axum::routing::get;
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair, SanType,
@@ -96,10 +98,14 @@ async fn serve(files: &TlsFiles) -> SocketAddr {
     serve_within(Tls::read(files).expect("good files")).await
 }
 
-async fn serve_within(tls: Tls) -> SocketAddr {
+async fn bind(tls: Tls) -> (Port, SocketAddr) {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("bind");
     let address = listener.local_addr().expect("bound");
-    let port = Port::new(listener, Limits { connections: 2, silence: SILENCE }).secured(Some(tls));
+    (Port::new(listener, Limits { connections: 2, silence: SILENCE }).secured(Some(tls)), address)
+}
+
+async fn serve_within(tls: Tls) -> SocketAddr {
+    let (port, address) = bind(tls).await;
     let app = axum::Router::new().route("/", get(|| async { "well" }));
     tokio::spawn(serve_http(port, app, CancellationToken::new()));
     address
@@ -224,12 +230,29 @@ async fn silence_in_the_handshake_ends_the_connection() {
 }
 
 #[tokio::test]
+async fn who_takes_nothing_of_what_it_is_sent_within_tls_is_ended() {
+    let ours = Authority::new();
+    let (port, address) = bind(Tls::read(&ours.server(None)).expect("good files")).await;
+    let places = port.places();
+    let endless =
+        || async { Body::from_stream(futures::stream::repeat_with(|| Ok::<_, Infallible>(vec![0; 1 << 16]))) };
+    tokio::spawn(serve_http(port, axum::Router::new().route("/", get(endless)), CancellationToken::new()));
+    let stream = TcpStream::connect(address).await.expect("connect");
+    let name = ServerName::try_from("localhost").expect("a name");
+    let mut stream = ours.client(None, "http/1.1").connect(name, stream).await.expect("let in");
+    stream.write_all(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n").await.expect("sent");
+    let begun = Instant::now();
+    while places.occupancy().failed == 0 {
+        assert!(begun.elapsed() < BOUND, "it is still there");
+        tokio::time::sleep(SILENCE / 10).await;
+    }
+    assert!(begun.elapsed() >= 2 * SILENCE);
+}
+
+#[tokio::test]
 async fn grpc_is_spoken_within_tls() {
     let ours = Authority::new();
-    let listener = TcpListener::bind("127.0.0.1:0").await.expect("bind");
-    let address = listener.local_addr().expect("bound");
-    let tls = Tls::read(&ours.server(None)).expect("good files");
-    let port = Port::new(listener, Limits { connections: 2, silence: SILENCE }).secured(Some(tls));
+    let (port, address) = bind(Tls::read(&ours.server(None)).expect("good files")).await;
     let keep_alive = KeepAlive { interval: BOUND, timeout: BOUND };
     tokio::spawn(serve_grpc(
         port,

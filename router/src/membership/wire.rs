@@ -37,13 +37,12 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(1);
 /// and the connection is broken when it does not answer for so long.
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(3);
-/// Bytes of one answer that a node may send before they are read: some six hundred tokens, each a frame that takes ten
-/// times its bytes here. Those of a client that reads nothing stay with the node beyond that.
-const STREAM_WINDOW: u32 = 16 * 1024;
-/// Of all answers: the most there is (RFC 9113, section 6.9.1). Answers that nobody reads must not hold up the others.
+/// Bytes of one answer that a node may send before they are read: some three hundred tokens, which take 70 KB here, as
+/// each is a frame. What a client does not read stays with the node beyond that.
+const STREAM_WINDOW: u32 = 8 * 1024;
+/// Of all answers: the most there is (RFC 9113, section 6.9.1). Answers that nobody reads must not hold up the others,
+/// nor make `h2` break the connection: what small frames may cost before that is half of this.
 const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
-/// What small frames that lie unread may cost before `h2` breaks the connection: no bound, as the windows are one.
-const UNREAD_FRAMES: usize = usize::MAX;
 /// Calls at the same time before the node has said how many it takes; others wait for that.
 const EARLY_CALLS: usize = 100;
 /// Bytes of an answer's head at most.
@@ -204,7 +203,7 @@ async fn connect(node: &Authority, secured: Option<&Secured>) -> Result<Connecte
 async fn serve(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) -> Result<Connected, Status> {
     let mut builder = h2::client::Builder::new();
     builder.initial_window_size(STREAM_WINDOW).initial_connection_window_size(CONNECTION_WINDOW);
-    builder.data_frame_budget(UNREAD_FRAMES).initial_max_send_streams(EARLY_CALLS);
+    builder.initial_max_send_streams(EARLY_CALLS);
     let (sender, connection) = builder.max_header_list_size(MAX_HEAD).enable_push(false).handshake(stream).await?;
     let open = Arc::new(());
     let connected = Connected { sender, open: Arc::downgrade(&open) };
