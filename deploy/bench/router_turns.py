@@ -54,10 +54,11 @@ class Side:
         self.router = self.start(stack, folder, "router", [programs / "tandem-router", *flags])
         http, grpc = (self.router.said(api + r"=(?:http://)?(\S+)") for api in ("http", "grpc"))
         self.whom = {"HTTP": ["--url", f"http://{http}"], "gRPC": ["--url", f"grpc://{grpc}", "--http", f"http://{http}"]}
-        for role in ("prefill", "decode"):
-            words = ["--listen", "127.0.0.1:0", "--router", f"http://{grpc}", "--model", model]
-            words += ["--simulated", "--simulated-step-us", "1000"]
-            node = self.start(stack, folder, role, [programs / f"tandem-{role}-node", *words])
+        words = ["--listen", "127.0.0.1:0", "--router", f"http://{grpc}", "--model", model]
+        words += ["--simulated", "--simulated-step-us", "1000"]
+        roles = ("prefill", "decode")
+        self.nodes = [self.start(stack, folder, role, [programs / f"tandem-{role}-node", *words]) for role in roles]
+        for node in self.nodes:
             node.said(r"(joined the router)")
 
     @staticmethod

@@ -30,7 +30,7 @@ const NO_HOST: &str = "an HTTP/1.1 request names its host: exactly one Host head
 const STREAM_BUFFER_BYTES: usize = 64 << 10;
 /// What an HTTP/1.1 connection holds at most of what came, a request's head included, and of what is to be sent. Where
 /// a connection has had large bodies before, hyper reads so much at once, also of one that waits for room.
-const CONNECTION_BUFFER_BYTES: usize = 64 << 10;
+const CONNECTION_BUFFER_BYTES: usize = HEADER_LIST_BYTES as usize;
 
 /// Serves `app` until `stop`; then nobody new is let in, idle and half-open connections close, and it returns when the
 /// requests under way were answered. A response may take as long as it takes: only silence of the client is bounded.
