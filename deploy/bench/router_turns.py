@@ -92,14 +92,20 @@ def turns(args, api, load):
         return measured
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("before", type=pathlib.Path)
-    parser.add_argument("after", type=pathlib.Path)
+def parser_of(description):
+    """With the flags that a load on a Side needs."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = pathlib.Path.home() / ".cache/tandem/SmolLM2-135M-Instruct.Q4_1.gguf"
     parser.add_argument("--model", type=pathlib.Path, default=default, help="of the router")
     parser.add_argument("--tandem", type=pathlib.Path, default=TARGET_DIR / "release/tandem", help="whose bench is the load")
     parser.add_argument("--rounds", type=int, default=3)
+    return parser
+
+
+def main():
+    parser = parser_of(__doc__)
+    parser.add_argument("before", type=pathlib.Path)
+    parser.add_argument("after", type=pathlib.Path)
     parser.add_argument("--turns", type=int, default=12, help="of each build in a round")
     parser.add_argument("--rows", default="gRPC short,HTTP short,gRPC long,HTTP long")
     args = parser.parse_args()

@@ -5,9 +5,8 @@
 
 Folders with a router and nodes, as router_turns.py takes them, one after the other in each round. *In* is from a request that
 was read to the prefill node's message written, *node* until its first token was read, *back* until a client has it. The load is
-200 requests a second of 8 tokens. Only requests count with no other one within 3 ms: their calls cannot be mixed up.
+that script's `short`. Only requests count with no other one within 3 ms: their calls cannot be mixed up.
 """
-import argparse
 import collections
 import contextlib
 import pathlib
@@ -15,8 +14,7 @@ import re
 import statistics
 import subprocess
 
-from router_turns import WARM_UP, Side
-from target_dir import TARGET_DIR
+from router_turns import LOADS, WARM_UP, Side, parser_of
 
 TRACEFS = pathlib.Path("/sys/kernel/tracing")
 # x86-64's numbers of read, readv, recvfrom, recvmsg; write, writev, sendto, sendmsg.
@@ -28,30 +26,26 @@ APART_US = 3000
 Io = collections.namedtuple("Io", "begun ended reads fd count")
 
 
-def write(name, text):
-    (TRACEFS / name).write_text(text)
-
-
 @contextlib.contextmanager
 def traced(pid):
-    """Its system calls, from here on."""
-    write("trace", "")
-    write("buffer_size_kb", "65536")
-    write("trace_clock", "mono")
-    write("set_event_pid", " ".join(task.name for task in pathlib.Path(f"/proc/{pid}/task").iterdir()))
-    write("tracing_on", "1")
-    write("events/raw_syscalls/enable", "1")
+    """Its system calls, in a trace of its own, which leaves nothing behind."""
+    trace = TRACEFS / f"instances/router-way-{pid}"
+    trace.mkdir()
     try:
-        yield
+        threads = " ".join(task.name for task in pathlib.Path(f"/proc/{pid}/task").iterdir())
+        settings = {"buffer_size_kb": "65536", "trace_clock": "mono", "set_event_pid": threads, "events/raw_syscalls/enable": "1"}
+        for name, value in settings.items():
+            (trace / name).write_text(value)
+        yield trace
     finally:
-        write("events/raw_syscalls/enable", "0")
-        write("set_event_pid", "")
+        (trace / "events/raw_syscalls/enable").write_text("0")
+        trace.rmdir()
 
 
-def transfers():
+def transfers(trace):
     """What was read and written, in microseconds, in the order of its beginning."""
     begun, seen = {}, []
-    for line in (TRACEFS / "trace").read_text().splitlines():
+    for line in (trace / "trace").read_text().splitlines():
         call = CALL.search(line)
         if call is None:
             continue
@@ -99,19 +93,16 @@ def measured(programs, api, args):
         side = Side(stack, programs, args.tandem, args.model)
         side.bench(api, *WARM_UP)
         router = side.router.process
-        with traced(router.pid):
-            side.bench(api, "--output", "8", "--rate", "200", "--requests", "800")
-        prefill, decode = (connections(router, node.process) for node in side.nodes)
-        return list(ways(transfers(), prefill, prefill | decode))
+        with traced(router.pid) as trace:
+            tokens, how, requests = LOADS["short"]
+            side.bench(api, "--output", str(tokens), *how, "--requests", str(2 * requests))
+            prefill, decode = (connections(router, node.process) for node in side.nodes)
+            return list(ways(transfers(trace), prefill, prefill | decode))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("programs", type=pathlib.Path, nargs="+")
-    default = pathlib.Path.home() / ".cache/tandem/SmolLM2-135M-Instruct.Q4_1.gguf"
-    parser.add_argument("--model", type=pathlib.Path, default=default, help="of the router")
-    parser.add_argument("--tandem", type=pathlib.Path, default=TARGET_DIR / "release/tandem", help="whose bench is the load")
-    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     if not (TRACEFS / "trace").exists():
         subprocess.run(["mount", "-t", "tracefs", "nodev", str(TRACEFS)], check=True)

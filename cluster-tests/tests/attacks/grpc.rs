@@ -1,6 +1,4 @@
 //! Calls to the clients' gRPC port: without a key, with messages that are none or too large, with bombs.
-use std::time::Duration;
-
 use anyhow::{Context, bail, ensure};
 use futures::FutureExt;
 use prost::Message;
@@ -13,7 +11,7 @@ use tonic::{Code, Request, Status};
 
 use crate::Attack;
 use crate::sockets::{self, h2};
-use crate::target::{Seen, Target, VICTIM};
+use crate::target::{COUNTED, Seen, Target, VICTIM};
 
 /// All of them.
 pub fn attacks() -> Vec<Attack> {
@@ -170,7 +168,7 @@ async fn unread(target: &Target) -> anyhow::Result<String> {
     let replans = Seen::Router("tandem_replans_total");
     let before = [target.seen(seen).await?, target.seen(replans).await?];
     let held = sockets::hold(target.router("grpc")?, target.count(8, 24), &bytes).await?;
-    tokio::time::timeout(Duration::from_secs(20), target.until_seen(seen, before[0])).await??;
+    target.until_seen(seen, before[0], COUNTED).await?;
     ensure!(target.seen(replans).await? == before[1], "answers were planned again");
     drop(held);
     Ok("ended after --client-stall-ms".to_owned())

@@ -34,7 +34,7 @@ use clap::Parser;
 use cores::Cores;
 use futures::future::LocalBoxFuture;
 use polite::{Latency, Polite, Watch};
-use target::{Seen, Target};
+use target::{COUNTED, Seen, Target};
 
 /// Answers before the router's memory is taken for that of an idle one: more than the traces that it keeps.
 const SERVED_BEFORE: usize = 1_500;
@@ -204,7 +204,7 @@ async fn one(
     };
     let (refused, latency, most) = tokio::join!(attacking, polite.ask(url, 1, &watch), looking);
     let (refused, latency, most) = (refused?, latency?, most?);
-    let counted = target.until_seen(attack.seen, before).await?;
+    let counted = target.until_seen(attack.seen, before, COUNTED).await?;
     target.is_sound()?;
     let took = format!("the router took {most:.0} MB, of {idle_mb:.0} MB idle");
     ensure!(most <= MOST * idle_mb, "{took}");

@@ -95,8 +95,8 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// How long a client may take nothing of what waits to be written. Longer than its silence, which is also what a
-    /// client may read nothing of an answer by default: the answer ends first, and is counted for what it is.
+    /// How long a client may take nothing of what waits to be written. Twice its silence: a router's answer that is not
+    /// read ends before that by default, and is counted as such.
     fn patience(&self) -> Duration {
         2 * self.silence
     }

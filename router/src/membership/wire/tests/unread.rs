@@ -56,10 +56,9 @@ async fn answers_that_nobody_reads_stay_with_the_node_and_hold_up_no_other() {
 
 #[tokio::test]
 async fn a_message_larger_than_the_window_comes_in_pieces() {
-    let (mut wire, server, _) = connected().await;
+    let (mut wire, mut server, _) = connected().await;
     let message = Bytes::from(vec![7; 3 * STREAM_WINDOW as usize]);
     tokio::spawn(async move {
-        let mut server = server;
         let (request, mut respond) = accept(&mut server).await;
         let mut answer = respond.send_response(Response::new(()), false).unwrap();
         answer.send_data(message, true).unwrap();
