@@ -9,8 +9,8 @@ this build in all turns, as what it sends changes from commit to commit, too.
 
 Both clusters run beside each other, and only one has load at a time: turns of some seconds, as on a machine with
 neighbours only what is close in time is slowed alike. The order changes from turn to turn. CPU time is that of the
-router's process, with the threads that have ended. The last column is the median of the turns' ratios (after ÷
-before), with the quartiles. The same folder twice shows what is noise. Rows: `short` has 200 requests a second of 8
+router's process, with the threads that have ended. Ratios (after ÷ before) and differences are medians of those of
+the turns, with the quartiles. The same folder twice shows what is noise. Rows: `short` has 200 requests a second of 8
 tokens, `long` 64 streams of 400 tokens at a time. Each round has new processes. Before it each router has answered
 more short requests than it keeps traces of: until then its memory grows, and that costs what no later request does.
 """
@@ -109,17 +109,19 @@ def main():
     parser.add_argument("--turns", type=int, default=12, help="of each build in a round")
     parser.add_argument("--rows", default="gRPC short,HTTP short,gRPC long,HTTP long")
     args = parser.parse_args()
-    print("| API, load | CPU time a request before, µs | after | after ÷ before (quartiles) | TTFT p50 before, ms | after |")
-    print("|---|---:|---:|---:|---:|---:|")
+    print("| API, load | CPU time a request before, µs | after | after ÷ before | TTFT p50 before, ms | after | later by, µs |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
     for row in args.rows.split(","):
         api, load = row.split()
         rounds = [turns(args, api, load) for _ in range(args.rounds)]
         sides = [[turn for measured in rounds for turn in measured[which]] for which in (0, 1)]
         cpu, ttft = ([[turn[what] for turn in each] for each in sides] for what in (0, 1))
         low, ratio, high = quartiles([after / before for before, after in zip(*cpu)])
+        sooner, later, latest = quartiles([1e3 * (after - before) for before, after in zip(*ttft)])
         before, after, ttft_before, ttft_after = (statistics.median(each) for each in (*cpu, *ttft))
         ratios = f"**{ratio:.3f}** ({low:.3f} to {high:.3f})"
-        print(f"| {row} | {before:,.0f} | {after:,.0f} | {ratios} | {ttft_before:.2f} | {ttft_after:.2f} |", flush=True)
+        ttfts = f"{ttft_before:.2f} | {ttft_after:.2f} | **{later:.0f}** ({sooner:.0f} to {latest:.0f})"
+        print(f"| {row} | {before:,.0f} | {after:,.0f} | {ratios} | {ttfts} |", flush=True)
 
 
 if __name__ == "__main__":

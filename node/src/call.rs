@@ -41,6 +41,16 @@ impl<E> Events<E> {
     }
 }
 
+/// Lets what was just said to a client leave before the caller goes on, so that nothing else is in its way. A word
+/// passes through the task of its call and that of its connection, which gathers for a turn what its calls say
+/// (`proto/ports/src/gathering.rs`).
+pub async fn let_it_leave() {
+    // A caller that has been woken meanwhile for something else goes on after the first one, in the middle of that.
+    for _ in 0..2 {
+        tokio::task::yield_now().await;
+    }
+}
+
 /// The life that a call's head names; `None`: it is of no router's session.
 ///
 /// # Errors
@@ -111,11 +121,12 @@ where
 
 #[cfg(test)]
 mod tests {
-    use std::future::{pending, ready};
+    use std::future::{pending, poll_fn, ready};
+    use std::task::Poll;
     use std::time::{Duration, Instant};
 
     use tandem_proto::START_TIMEOUT;
-    use tokio::sync::oneshot;
+    use tokio::sync::{oneshot, watch};
     use tokio_stream::StreamExt;
 
     use super::*;
@@ -177,6 +188,48 @@ mod tests {
         assert!(still.try_recv().is_err_and(|error| error == oneshot::error::TryRecvError::Empty));
         assert_eq!(second.calls().0.requests, 1);
         assert_eq!(counted(&work), [("declared_dead", 1)], "the late one never was in flight");
+    }
+
+    #[tokio::test]
+    async fn what_was_said_leaves_before_its_speaker_goes_on() {
+        let (done, mut order) = mpsc::unbounded_channel();
+        let (progress, mut seen) = watch::channel(0);
+        let goes_on = done.clone();
+        let mut stream = begun(&Work::new(1), move |events| async move {
+            let says = async {
+                // The other half waits by then.
+                tokio::task::yield_now().await;
+                events.send(1).await?;
+                // As the KV's progress wakes the half that moves it, in the same task.
+                progress.send_replace(1);
+                pending().await
+            };
+            let moves = async {
+                let _ = seen.changed().await;
+                let_it_leave().await;
+                let _ = goes_on.send("goes on");
+                Ok(())
+            };
+            tokio::select! { biased; said = says => said, moved = moves => moved }
+        });
+        // The call's task hands the word to the connection's, which writes a turn later.
+        let (to_connection, mut words) = mpsc::channel(1);
+        tokio::spawn(async move {
+            words.recv().await;
+            let mut gathered = false;
+            poll_fn(|cx| {
+                cx.waker().wake_by_ref();
+                if std::mem::replace(&mut gathered, true) { Poll::Ready(()) } else { Poll::Pending }
+            })
+            .await;
+            let _ = done.send("written");
+        });
+        tokio::spawn(async move {
+            let word = stream.next().await;
+            let _ = to_connection.send(word).await;
+            stream.next().await
+        });
+        assert_eq!([order.recv().await, order.recv().await], [Some("written"), Some("goes on")]);
     }
 
     #[test]

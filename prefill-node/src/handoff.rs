@@ -8,7 +8,7 @@ use tandem_engine::KvLease;
 use tandem_kvtransfer::hashing::{self, Hashing};
 use tandem_kvtransfer::transport::check_identity;
 use tandem_kvtransfer::{Manifest, Outgoing, Receipt, TransferError};
-use tandem_node::{CheckedRequest, Node, Trace};
+use tandem_node::{CheckedRequest, Node, Trace, call};
 use tandem_proto::v1::{Delivered, Seal, Ticket};
 use tandem_proto::{Error, ErrorKind, SequenceHash, TraceContext};
 use tandem_telemetry::{Kind, clock};
@@ -110,6 +110,10 @@ impl Sender<'_> {
         let mut pushing = Pushing { sender: self, ticket, outgoing, held, manifest: None, post: None, trace };
         let first = loop {
             let now = kv.borrow_and_update().clone();
+            if now.first.is_some() {
+                // Told in this same turn, with the end of the last chunk: the client waits for it, and not for KV.
+                call::let_it_leave().await;
+            }
             // The last chunk is done a moment before its token is told: a whole push waits for that, or it would count
             // as hidden.
             let may_push = self.settings.push == Push::Overlap || now.first.is_some();
