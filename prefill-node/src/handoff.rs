@@ -111,7 +111,7 @@ impl Sender<'_> {
         let first = loop {
             let now = kv.borrow_and_update().clone();
             if now.first.is_some() {
-                // Told in this same turn, with the end of the last chunk: the client waits for it, and not for KV.
+                // Perhaps in this very turn, with the end of the last chunk: the client waits for it, and not for KV.
                 call::let_it_leave().await;
             }
             // The last chunk is done a moment before its token is told: a whole push waits for that, or it would count

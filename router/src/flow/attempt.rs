@@ -93,7 +93,7 @@ impl Attempt {
         let mut prefill = route.prefill.as_ref().zip(prompt).map(|(node, prompt)| PrefillLeg::open(node, prompt));
         if let Some(prefill) = &mut prefill {
             prefill.begin();
-            // Its connection writes: nobody else says which of two that have something to write the reactor runs first.
+            // Its connection writes now. Else the reactor would choose which of two connections goes first.
             tokio::task::yield_now().await;
         }
         let start = start(&route);
