@@ -109,11 +109,11 @@ impl Sender<'_> {
         let mut plan = Plan::new(self.shape(ticket), held);
         let mut pushing = Pushing { sender: self, ticket, outgoing, held, manifest: None, post: None, trace };
         let first = loop {
-            let now = kv.borrow_and_update().clone();
-            if now.first.is_some() {
+            if kv.borrow().first.is_some() {
                 // Perhaps in this very turn, with the end of the last chunk: the client waits for it, and not for KV.
                 call::let_it_leave().await;
             }
+            let now = kv.borrow_and_update().clone();
             // The last chunk is done a moment before its token is told: a whole push waits for that, or it would count
             // as hidden.
             let may_push = self.settings.push == Push::Overlap || now.first.is_some();

@@ -257,7 +257,10 @@ impl Run {
         let routed = self.shared.membership.route(&self.demand(), &Wish::default(), now);
         let route = routed.map_err(|why| refusal(&why)).inspect_err(|_| self.waited())?;
         self.record.timeline.end_phase(clock::now());
-        let mut attempt = self.open(route).await;
+        let mut attempt = self.open(route);
+        // The client waits for the call that computes the prompt: its connection writes before the decode call is
+        // opened, and before the books are kept.
+        tokio::task::yield_now().await;
         self.waited();
         self.chosen(&attempt.route, now);
         // One for all attempts: characters and stop strings go across their borders.
@@ -280,10 +283,11 @@ impl Run {
     }
 
     /// All legs, for what is left of the answer.
-    async fn open(&self, route: Route) -> Attempt {
+    fn open(&self, route: Route) -> Attempt {
         let basis = self.progress.sent.len();
         let prompt = route.prefill.is_some().then(|| self.spec(Phase::Prefill, basis));
-        Attempt::open(route, prompt, |route| self.decode_start(route, basis), basis).await
+        let start = self.decode_start(&route, basis);
+        Attempt::open(route, prompt, start, basis)
     }
 
     fn decode_start(&self, route: &Route, basis: usize) -> v1::DecodeStart {
@@ -342,7 +346,7 @@ impl Run {
             let step = match happening {
                 Ok(Happening::Step(step)) => step,
                 Ok(Happening::Sought(sought)) => {
-                    Box::pin(self.go_on(attempt, *sought)).await?;
+                    self.go_on(attempt, *sought)?;
                     continue;
                 }
                 Err(failure) => return Ok(End::Failed(failure)),

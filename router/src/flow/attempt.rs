@@ -81,27 +81,16 @@ enum DecodeSide {
 }
 
 impl Attempt {
-    /// Opens all legs. The call that computes the prompt leaves first, as the client waits for that: only then is the
-    /// decode call made, with what `start` says. `prompt` is for the prefill node, if the plan has one; `basis` tokens
-    /// of the answer are in the prompts of both.
-    pub async fn open(
-        route: Route,
-        prompt: Option<v1::RequestSpec>,
-        start: impl FnOnce(&Route) -> v1::DecodeStart,
-        basis: usize,
-    ) -> Self {
-        let mut prefill = route.prefill.as_ref().zip(prompt).map(|(node, prompt)| PrefillLeg::open(node, prompt));
-        if let Some(prefill) = &mut prefill {
-            prefill.begin();
-            // Its connection writes now. Else the reactor would choose which of two connections goes first.
-            tokio::task::yield_now().await;
-        }
-        let start = start(&route);
+    /// Opens all legs; the call that computes the prompt begins at once, the other one with the first [`Self::next`]:
+    /// of two connections that have something to write, nobody says which one the reactor runs first. `prompt` is for
+    /// the prefill node, if the plan has one; `basis` tokens of the answer are in the prompt of `start`.
+    pub fn open(route: Route, prompt: Option<v1::RequestSpec>, start: v1::DecodeStart, basis: usize) -> Self {
         let protocol = AttemptProtocol::new(route.plan(), start.spec.as_ref().map_or(0, |spec| spec.max_tokens));
+        let mut prefill = route.prefill.as_ref().zip(prompt).map(|(node, prompt)| PrefillLeg::open(node, prompt));
         let mut decode = DecodeLeg::open(&route.decode, start);
-        if prefill.is_none() {
-            decode.begin();
-            tokio::task::yield_now().await;
+        match &mut prefill {
+            Some(prefill) => prefill.begin(),
+            None => decode.begin(),
         }
         let (decode, prefill_open) = (DecodeSide::Leg(decode), prefill.is_some());
         let (deaths, silent) = (Deaths::of(&route), Box::pin(tokio::time::sleep(Duration::ZERO)));

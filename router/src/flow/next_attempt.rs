@@ -53,7 +53,7 @@ impl Run {
         // Cancels the work on both nodes before any other has it.
         drop(attempt);
         let route = self.found(search.await)?;
-        Ok(self.open(route).await)
+        Ok(self.open(route))
     }
 
     /// How the next nodes must compute: as those before them, once the client has a token of theirs, or may get one
@@ -83,13 +83,13 @@ impl Run {
     ///
     /// # Errors
     /// There was none.
-    pub(super) async fn go_on(&mut self, attempt: &mut Attempt, sought: Sought) -> Result<(), Error> {
+    pub(super) fn go_on(&mut self, attempt: &mut Attempt, sought: Sought) -> Result<(), Error> {
         let route = self.found(sought)?;
         if route.sessions().0 == attempt.route.sessions().0 {
             let start = self.decode_start(&route, attempt.basis);
             attempt.take_decode(route, start);
         } else {
-            *attempt = self.open(route).await;
+            *attempt = self.open(route);
         }
         Ok(())
     }
