@@ -1,4 +1,5 @@
-# Sourced: a cluster of `tandem up` until the script ends. Gives $http, $grpc and a directory $work; flags: "$@".
+# Sourced: a cluster of `tandem up` until the script ends. Gives $http, $grpc and a directory $work; flags: "$@". Its programs are
+# those of $TANDEM_PROGRAMS_DIR, or else of `make build`.
 work=$(mktemp -d)
 up=""
 finish() {
@@ -11,7 +12,7 @@ finish() {
 }
 trap finish EXIT
 
-tandem=$(deploy/target_dir.sh)/release/tandem
+tandem=${TANDEM_PROGRAMS_DIR:-$(deploy/target_dir.sh)/release}/tandem
 "$tandem" --state "$work/cluster.json" up --log-dir "$work/logs" "$@" > "$work/up.txt" 2>&1 &
 up=$!
 for _ in $(seq 1200); do

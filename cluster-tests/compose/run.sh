@@ -61,7 +61,7 @@ images() {
 
 # compose.gpu.yaml with two nodes on emulated GPUs, in two containers: KV goes from one to the other by CUDA IPC.
 gpus() {
-  EMULATOR=$(find "$(deploy/target_dir.sh)/release/build" -path '*/tandem-cuda-emu-*/out/emulator' -printf '%T@ %p\n' 2> /dev/null |
+  EMULATOR=$(find "$(deploy/target_dir.sh)/tests/build" -path '*/tandem-cuda-emu-*/out/emulator' -printf '%T@ %p\n' 2> /dev/null |
     sort -n | tail -n 1 | cut -d ' ' -f 2)
   [ -n "$EMULATOR" ] || die "no emulated driver was built, which \`make test\` does"
   deploy/gpu/ucx.sh || die "no UCX with CUDA"

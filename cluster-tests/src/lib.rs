@@ -12,8 +12,8 @@
 //! - [`equivalence`]: disaggregated output against single-node output.
 //!
 //! `tests/cluster` tests behaviour, `tests/tidy.rs` the shape of the sources, `examples/equivalence.rs` runs
-//! [`equivalence`] as long as one likes. The programs come from the directory of the test itself (`target/release`):
-//! `cargo build --release` first, which `make test` does.
+//! [`equivalence`] as long as one likes. The programs come from the directory of the test itself (`target/tests`,
+//! `target/release`): build them first, in the same profile. `make test` does.
 #![forbid(unsafe_code)]
 
 pub mod client;

@@ -296,7 +296,7 @@ pub fn program(name: &str) -> anyhow::Result<PathBuf> {
     let dir = own.parent().and_then(Path::parent).context("a test runs in target/*/deps")?;
     let path = dir.join(name);
     if !path.is_file() {
-        bail!("{} is missing: run `cargo build --release` first", path.display());
+        bail!("{} is missing: run `cargo build --release` first, or `make test` for tests", path.display());
     }
     Ok(path)
 }

@@ -324,7 +324,7 @@ fn scripts_ask_where_programs_are_built() {
         let text = fs::read_to_string(root().join(&path)).expect("a readable script");
         let guesses = text.lines().map(|line| line.split(['#', ';']).next().unwrap_or_default()).filter(|line| {
             let is_code = !line.trim_start().starts_with("//");
-            let mut built = ["release", "dist", "debug", "guided"].iter();
+            let mut built = ["release", "tests", "dist", "debug", "guided"].iter();
             // A variable may have the name.
             let path = line.replace("$target/", "");
             is_code && built.any(|profile| path.contains(&format!("target/{profile}")))

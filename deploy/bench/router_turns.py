@@ -11,8 +11,9 @@ Both clusters run beside each other, and only one has load at a time: turns of s
 neighbours only what is close in time is slowed alike. The order changes from turn to turn. CPU time is that of the
 router's process, with the threads that have ended. Ratios (after ÷ before) and differences are medians of those of
 the turns, with the quartiles. The same folder twice shows what is noise. Rows: `short` has 200 requests a second of 8
-tokens, `long` 64 streams of 400 tokens at a time. Each round has new processes. Before it each router has answered
-more short requests than it keeps traces of: until then its memory grows, and that costs what no later request does.
+tokens, `calm` 60 of them, for machines whose cores 200 keep busy, `long` 64 streams of 400 tokens at a time. Each
+round has new processes. Before it each router has answered more short requests than it keeps traces of: until then
+its memory grows, and that costs what no later request does.
 """
 import argparse
 import contextlib
@@ -29,6 +30,7 @@ from target_dir import TARGET_DIR
 # Of an answer, how it is asked for, and how many there are in a turn.
 LOADS = {
     "short": (8, ["--rate", "200"], 400),
+    "calm": (8, ["--rate", "60"], 180),
     "long": (400, ["--concurrency", "64"], 128),
 }
 WARM_UP = ["--output", "8", "--concurrency", "8", "--requests", "2000"]

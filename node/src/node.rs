@@ -358,13 +358,15 @@ fn load_on_gpu(config: &NodeConfig, path: &Path, device: u32) -> anyhow::Result<
     Ok(Box::new(loader.load(blocks)?))
 }
 
-/// In turn with the nodes that share its cores, if steps cost these anything.
+/// In turn with the nodes that share its cores, if steps cost these anything. One that borrows cores computes on all of
+/// them while the others are idle, and learns what its steps take then.
 async fn warm_up(engine: &Engine, config: &NodeConfig, target: Target) -> anyhow::Result<()> {
     let computes = matches!(config.model, ModelSource::File(_)) && target == Target::Cpu;
     let turn = match computes {
         true => {
             let cores = processor::core_numbers(&config.cpus);
-            Some(WarmTurn::take(&WarmTurn::file(), &cores, warm_turn::PATIENCE).await)
+            let wanted = if config.lending.is_some() { cores.len() } else { config.threads };
+            Some(WarmTurn::take(&WarmTurn::file(), &cores, wanted, warm_turn::PATIENCE).await)
         }
         false => None,
     };

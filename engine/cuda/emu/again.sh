@@ -14,7 +14,7 @@ random=
 trap '[ -z "$random" ] || kill -- "-$random" 2> /dev/null || true; rm -f "$log"' EXIT
 
 tests() {
-  cargo test --release --locked --workspace --test kernels --test model --test invariance
+  cargo test --profile tests --locked --workspace --test kernels --test model --test invariance
 }
 
 echo "EMU_CHECK=1, and beside it EMU_ORDER=random EMU_SEED=$seed"

@@ -131,7 +131,8 @@ fn many_pieces_are_hashed_in_their_order() {
     let context = context();
     let kernels = Kernels::load(&context, &Folders::default()).expect("kernels");
     let words = 40_000usize;
-    let bytes: Vec<u8> = (0..words as u64).flat_map(|at| (at * 0x9e37_79b9_7f4a_7c15).to_le_bytes()).collect();
+    let bytes: Vec<u8> =
+        (0..words as u64).flat_map(|at| at.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes()).collect();
     let memory = CudaMemory::new(&context, &kernels, bytes.len(), 0).expect("room");
     memory.write(0, &bytes);
     let word = |at: usize| Run { at: 8 * at, bytes: 8 };
