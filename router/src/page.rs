@@ -61,6 +61,9 @@ struct State {
     /// Requests that had ended at the last look.
     finished: u64,
     looked: Option<Instant>,
+    /// What subscribers begin with, since somebody came after the last look: written once for all who come until the
+    /// next one. It is some hundred requests as JSON, and this thread forwards tokens.
+    beginning: Option<Vec<Bytes>>,
 }
 
 /// One who looks; dropping it gives the place back.
@@ -99,7 +102,7 @@ impl Page {
             // Nobody is there: nobody misses it.
             let _ = self.inner.updates.send(update);
         }
-        let (updates, events) = (self.inner.updates.subscribe(), self.beginning(&state.view));
+        let (updates, events) = (self.inner.updates.subscribe(), self.beginning(&mut state));
         self.inner.wanted.notify_one();
         Ok((Subscription { page: self.clone(), updates, _place: place }, events))
     }
@@ -149,11 +152,18 @@ impl Page {
         };
         state.finished = since.finished;
         state.looked = Some(look.cluster.at);
+        state.beginning = None;
         event("delta", state.view.advance(look))
     }
 
+    /// As of the last look.
+    fn beginning(&self, state: &mut State) -> Vec<Bytes> {
+        let State { view, beginning, .. } = state;
+        beginning.get_or_insert_with(|| self.whole(view)).clone()
+    }
+
     /// Everything that is shown: the newest requests with all the rest, the older ones behind it.
-    fn beginning(&self, view: &View) -> Vec<Bytes> {
+    fn whole(&self, view: &View) -> Vec<Bytes> {
         let service = self.service();
         let mut whole = view.whole(ROWS_OF_EVENT);
         whole["about"] = json!({
@@ -176,9 +186,9 @@ impl Subscription {
             Ok(update) => Some(vec![update]),
             Err(broadcast::error::RecvError::Closed) => None,
             Err(broadcast::error::RecvError::Lagged(_)) => {
-                let state = self.page.inner.state.lock().await;
+                let mut state = self.page.inner.state.lock().await;
                 self.updates = self.page.inner.updates.subscribe();
-                Some(self.page.beginning(&state.view))
+                Some(self.page.beginning(&mut state))
             }
         }
     }
