@@ -1,5 +1,5 @@
-# Sourced: a cluster of `tandem up` until the script ends. Gives $http, $grpc and a directory $work; flags: "$@". Its programs are
-# those of $TANDEM_PROGRAMS_DIR, or else of `make build`.
+# Sourced: a cluster of `tandem up` until the script ends. Gives $http, $grpc and a directory $work; flags: "$@".
+# Programs: those in $TANDEM_PROGRAMS_DIR, or else those of `make build`.
 work=$(mktemp -d)
 up=""
 finish() {

@@ -5,7 +5,7 @@
 //!   [`kv_memory`]: the size of the KV arena; [`kv_transport`]: how KV travels; [`reach`]: to whom.
 //! - [`node`]: [`Node`](node::Node), the parts that services share: identity, engine, transport, exporter, work;
 //!   [`device`]: on what it computes; [`processor`]: the cores that it shares with other nodes; [`warm_turn`]: nodes
-//!   that share a core warm up in turns.
+//!   for which there are too few cores warm up in turns.
 //! - [`serve`]: listeners, gRPC with health, the admin port, membership, and the drain that ends them.
 //! - [`credentials`]: what a node shows to the others of its cluster, and asks of them. [`reload`]: what it reads again
 //!   at SIGHUP.

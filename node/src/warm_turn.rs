@@ -1,9 +1,8 @@
 //! Nodes for which there are too few cores warm up in turns. Two that warm up at once on the same core would both
 //! measure steps twice as long as theirs are, and predictions of the first requests would be as far off. A node takes
 //! one core for each of its threads, of those that it may run on: two nodes of one thread each warm up at the same time
-//! on two cores. A file has a byte for each core of the machine. Whoever locks the bytes of as many cores as it wants
-//! has the turn, and the system releases the locks with the process. Only time depends on it: a node that cannot lock
-//! warms up at once.
+//! on two cores. A file has a byte for each core of the machine. A node locks the bytes of the cores that it takes, and
+//! the system releases the locks with the process. Only time depends on it: a node that cannot lock warms up at once.
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;

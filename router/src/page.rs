@@ -61,8 +61,8 @@ struct State {
     /// Requests that had ended at the last look.
     finished: u64,
     looked: Option<Instant>,
-    /// What subscribers begin with, since somebody came after the last look: written once for all who come until the
-    /// next one. It is some hundred requests as JSON, and this thread forwards tokens.
+    /// What subscribers begin with, once one has come since the last look. All who come until the next one share it: it
+    /// is up to a thousand requests as JSON, and the thread that writes it forwards tokens.
     beginning: Option<Vec<Bytes>>,
 }
 
