@@ -29,6 +29,9 @@ pub struct Options {
     pub simulated: bool,
     /// The router's `--local-prefill`. `never` unless the test is about it: every request is handed off.
     pub local_prefill: &'static str,
+    /// Whether nodes with a model measure their steps before they serve: for tests of what the router predicts. It is
+    /// most of such a node's start.
+    pub warm_up: bool,
     /// Another model than that of `make setup`.
     pub model: Option<PathBuf>,
     /// Flags for the nodes.
@@ -53,6 +56,7 @@ impl Default for Options {
             transport: "ucx",
             simulated: false,
             local_prefill: "never",
+            warm_up: false,
             model: None,
             node_environment: Vec::new(),
             node_args: words("--threads 1 --kv-blocks 1024"),
@@ -228,6 +232,8 @@ async fn start_node(router: &Process, role: &str, options: &Options, dir: &Path)
     args.extend(["--model".to_owned(), options.model()?.display().to_string()]);
     if options.simulated {
         args.push("--simulated".to_owned());
+    } else if !options.warm_up {
+        args.push("--skip-warm-up".to_owned());
     }
     let own = if role == "prefill" { &options.prefill_args } else { &options.decode_args };
     args.extend(options.node_args.iter().chain(own).cloned());

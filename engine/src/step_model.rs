@@ -11,7 +11,9 @@
 //! and an hour of the one class takes nothing from the others. The fit minimizes the sum of *relative absolute* errors
 //! (reweighted least squares), under which a few steps that the system interrupted do not count, and keeps the
 //! coefficients from being negative, so that predictions grow with the work. A term of which nothing was seen is like
-//! the other class's: who has only decoded expects a prompt's token to cost what a decode token does.
+//! the other class's: who has only decoded expects a prompt's token to cost what a decode token does. Steps of one size
+//! or of few positions do not tell what a position costs: positions grow with the square of a prompt, and what is wrong
+//! by a millisecond makes a long one take hours.
 use std::collections::{BTreeMap, VecDeque};
 
 use crate::executor::{Batch, BatchItem, Tokens};
@@ -35,6 +37,10 @@ const UNSEEN: f64 = 4.0;
 const KINDS: usize = 32;
 /// How much a term resembles the other class's, as a part of what the steps say of it.
 const ALIKE: f64 = 1e-6;
+/// What a position costs is believed where tokens attend to more than about so many.
+const BELIEVED_FROM: f64 = 10.0;
+/// How much terms of which only the sum is known share it, as a part of what the steps say of each.
+const SHARED: f64 = 1e-9;
 /// Base, decode token and context, prompt token and context.
 const TERMS: usize = 5;
 /// Relative errors below this count alike: they are the clock's and the system's.
@@ -229,8 +235,11 @@ impl StepModel {
                 normal.add(row, trust * freshness);
             }
             normal.mirror();
+            normal.doubt(2, 1);
+            normal.doubt(4, 3);
             normal.liken(1, 3);
             normal.liken(2, 4);
+            normal.share();
             terms = normal.solve();
         }
         self.cost = StepCost::of(terms);
@@ -281,6 +290,18 @@ impl Normal {
         self.matrix[j][i] -= weight;
     }
 
+    /// Adds that positions, `x[i]`, cost nothing, for as many positions as [`BELIEVED_FROM`] says for each of the
+    /// tokens, `x[j]`.
+    fn doubt(&mut self, i: usize, j: usize) {
+        self.matrix[i][i] += BELIEVED_FROM.powi(2) * self.matrix[j][j];
+    }
+
+    /// Adds that each is nothing, with so little weight that it only decides how two of which the sum is known (all
+    /// steps had one size) share it.
+    fn share(&mut self) {
+        (0..TERMS).for_each(|i| self.matrix[i][i] *= 1.0 + SHARED);
+    }
+
     /// The best `x` without a negative part. It solves the equations of its positive parts alone; five unknowns have
     /// so few subsets that the best is found by looking at all.
     fn solve(&self) -> [f64; TERMS] {
@@ -295,8 +316,7 @@ impl Normal {
     }
 
     /// Gaussian elimination over the `active` unknowns, the others 0. Columns differ by many orders of magnitude: they
-    /// are scaled to a unit diagonal, and a trace is added to it, because two unknowns of which only the sum is known
-    /// (all steps had one size) shall share it.
+    /// are scaled to a unit diagonal.
     fn solve_for(&self, active: [bool; TERMS]) -> Option<[f64; TERMS]> {
         let scale: [f64; TERMS] = std::array::from_fn(|i| self.matrix[i][i].sqrt());
         if (0..TERMS).any(|i| active[i] && (scale[i] <= 0.0 || !scale[i].is_finite())) {
@@ -304,7 +324,7 @@ impl Normal {
         }
         let mut rows = [[0.0; TERMS + 1]; TERMS];
         for i in 0..TERMS {
-            rows[i][i] = 1.0 + 1e-9;
+            rows[i][i] = 1.0;
             if active[i] {
                 rows[i][TERMS] = self.right[i] / scale[i];
                 for j in (0..TERMS).filter(|&j| j != i && active[j]) {
@@ -401,6 +421,27 @@ mod tests {
         let (mut model, shape) = (StepModel::default(), decode(1, 300));
         (0..20).for_each(|_| model.observe(shape, 7.0));
         assert!((model.cost().predict_ms(shape) - 7.0).abs() < 1e-3, "{:?}", model.cost());
+    }
+
+    #[test]
+    fn short_prompts_do_not_make_a_long_one_take_hours() {
+        // Alone, and beside one that took less as it was not the first.
+        for steps in [&[(5, 45.0)][..], &[(5, 45.0), (5, 45.0), (5, 44.0)], &[(5, 60.0), (4, 35.0)]] {
+            let mut model = StepModel::default();
+            steps.iter().for_each(|&(tokens, ms)| model.observe(StepShape::prompt(0, tokens), ms));
+            let cost = model.cost();
+            let (each, all) = (cost.token_ms, cost.predict_ms(StepShape::prompt(0, 2000)));
+            assert!((4.0..13.0).contains(&each) && all < 2100.0 * 13.0, "{all} ms after {steps:?}: {cost:?}");
+            // A longer one tells more.
+            model.observe(StepShape::prompt(0, 505), 505.0);
+            let all = model.cost().predict_ms(StepShape::prompt(0, 2000));
+            assert!((1_500.0..3_000.0).contains(&all), "{all} ms after {steps:?}: {:?}", model.cost());
+        }
+        // Nor do a few decode steps that differ by the noise.
+        let mut model = StepModel::default();
+        (6..13).for_each(|context| model.observe(decode(1, context), 14.0 + 0.2 * context as f64));
+        let long = model.cost().predict_ms(decode(1, 2000));
+        assert!(long < 50.0, "{long} ms: {:?}", model.cost());
     }
 
     #[test]

@@ -112,6 +112,10 @@ pub struct NodeArgs {
     /// How KV travels.
     #[command(flatten)]
     pub kv_transport: KvTransportArgs,
+    /// Serve at once, without the first steps that bring weights into memory and measure what steps take. The first
+    /// requests are slower then, and until they have run the router plans with a guess.
+    #[arg(long)]
+    pub skip_warm_up: bool,
     /// Treat an engine step that takes longer as a hang: the process exits, so that its supervisor starts it again.
     #[arg(long, value_name = "MS", default_value_t = 60_000, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_step_ms: u32,
@@ -230,6 +234,8 @@ pub struct NodeConfig {
     pub max_running: usize,
     /// Tokens of a step.
     pub max_step_tokens: usize,
+    /// Whether steps run before there is work.
+    pub warm_up: bool,
     /// A step that takes longer hangs.
     pub max_step: Duration,
     /// Calls in flight.
@@ -338,6 +344,7 @@ impl NodeArgs {
             },
             max_running: self.max_num_seqs as usize,
             max_step_tokens: self.max_num_batched_tokens as usize,
+            warm_up: !self.skip_warm_up,
             max_step: Duration::from_millis(self.max_step_ms.into()),
             max_calls: self.max_calls as usize,
             threads,
@@ -397,11 +404,12 @@ mod tests {
     fn defaults_resolve() {
         let config = parse("--router http://127.0.0.1:1 --simulated").unwrap();
         assert_eq!((config.kv_memory, config.kv_dtype), (KvMemory::Blocks(1024), KvDtype::Bf16));
-        assert!(config.threads > 0 && config.prefix_caching && config.max_running == 64);
+        assert!(config.threads > 0 && config.prefix_caching && config.max_running == 64 && config.warm_up);
         assert_eq!((config.speculate, config.device), (Speculate::Ngram, DeviceChoice::Cpu));
         assert_eq!((config.block_tokens, config.arithmetic), (16, ArithmeticChoice::Auto));
-        let flags = "--simulated --kv-dtype int8 --block-size 64 --arithmetic f32 --speculate off";
+        let flags = "--simulated --kv-dtype int8 --block-size 64 --arithmetic f32 --speculate off --skip-warm-up";
         let config = parse(&format!("--router http://127.0.0.1:1 {flags}")).unwrap();
+        assert!(!config.warm_up);
         assert_eq!((config.kv_dtype, config.block_tokens), (KvDtype::Int8, 64));
         assert_eq!((config.arithmetic, config.speculate), (ArithmeticChoice::F32, Speculate::Off));
     }

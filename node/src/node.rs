@@ -173,7 +173,9 @@ impl Node {
             digest = format_args!("{:016x}", spec.compatibility_digest),
             "nodes that differ in one of these are not paired"
         );
-        warm_up(&engine, config, target).await?;
+        if config.warm_up {
+            warm_up(&engine, config, target).await?;
+        }
         let arena = Arena::new(engine.memory(), engine.spec().block_bytes, engine.spec().layers);
         let transport = open(arena.clone()).context("no KV transport")?.into();
         Ok(Self::of(Parts {

@@ -13,7 +13,9 @@ const FAR_OFF: Duration = Duration::from_secs(20);
 /// A cluster whose nodes' clocks are so many milliseconds ahead.
 async fn cluster(prefill_ms: i64, decode_ms: i64) -> anyhow::Result<Cluster> {
     let ahead = |ms: i64| words(&format!("--debug-clock-offset-ms {ms}"));
-    let options = Options { prefill_args: ahead(prefill_ms), decode_args: ahead(decode_ms), ..Options::default() };
+    // Deadlines that are near: what is too late for them is predicted.
+    let (prefill_args, decode_args) = (ahead(prefill_ms), ahead(decode_ms));
+    let options = Options { prefill_args, decode_args, warm_up: true, ..Options::default() };
     let cluster = Cluster::start(options).await?;
     // The first reading of the router's clock comes with the first report.
     let related = async |cluster: &Cluster| {

@@ -39,7 +39,8 @@ async fn goes_on((stream, mut tokens): (Stream, Vec<u32>), expected: &Answer) ->
 async fn cores_are_borrowed_and_their_owners_may_stop_or_die() -> anyhow::Result<()> {
     let folder = tempfile::tempdir()?;
     let lending = |core: usize| words(&format!("--cpus {core} --lend-cores {}", folder.path().join("cores").display()));
-    let options = Options { prefill_args: lending(0), decode_args: lending(1), ..Options::default() };
+    let (prefill_args, decode_args) = (lending(0), lending(1));
+    let options = Options { prefill_args, decode_args, warm_up: true, ..Options::default() };
     let mut cluster = Cluster::start(options).await?;
 
     let prompt: Vec<u32> = (0..1500).map(|index| 100 + index % 7919).collect();

@@ -9,7 +9,7 @@ use tokio::time::timeout;
 const LONG: Duration = Duration::from_secs(60);
 
 fn of(local_prefill: &'static str) -> Options {
-    Options { local_prefill, ..Options::default() }
+    Options { local_prefill, warm_up: true, ..Options::default() }
 }
 
 /// Prompts of every length between a token and some chunks, greedy and drawn.

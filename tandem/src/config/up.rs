@@ -212,6 +212,9 @@ struct PassThrough {
     /// Threads of a node [default: its cores]
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
+    /// Nodes serve at once; the first requests are slower, and planned with a guess; see the nodes' --help
+    #[arg(long)]
+    skip_warm_up: bool,
     /// KV transports, the preferred one first [default: all that work here]
     #[arg(long, value_name = "auto|ucx|ucx/shm|ucx/rdma|ucx/tcp|tcp,…")]
     transport: Option<String>,
@@ -389,6 +392,7 @@ impl PassThrough {
         let given = pairs.into_iter().filter_map(|(flag, value)| value.map(|value| [flag.to_owned(), value]));
         let switches = [
             ("--no-prefix-caching", self.no_prefix_caching),
+            ("--skip-warm-up", self.skip_warm_up),
             ("--simulated", self.simulated),
             ("--kv-encrypt", self.kv_encrypt),
         ];
