@@ -30,8 +30,8 @@ struct Args {
     /// Transports: shared memory with one copy, the same through UCX's queue, UCX over sockets, and our own tcp.
     #[arg(long, value_delimiter = ',', value_parser = TRANSPORTS, default_values = TRANSPORTS)]
     transports: Vec<String>,
-    /// Fleets at a time.
-    #[arg(long, default_value_t = 10)]
+    /// Fleets at a time: by default all, which mostly wait.
+    #[arg(long, default_value_t = 20)]
     jobs: usize,
     /// Only cells whose name (fault/victim/moment) contains this.
     #[arg(default_value = "")]
