@@ -19,7 +19,7 @@ use crate::fault::{Expected, Fault, Victim};
 use crate::moment::{Moment, Size};
 
 /// From the fault to the client's end: detection (a lease of one second), the silence that the fault lasts, the prompt
-/// again, the rest of the answer, on cores that twenty fleets share.
+/// again, the rest of the answer, on cores that all fleets share.
 const ENDS: Duration = Duration::from_secs(30);
 /// To see one at its moment.
 const MOST_REQUESTS: u32 = 4;

@@ -30,9 +30,9 @@ struct Args {
     /// Transports: shared memory with one copy, the same through UCX's queue, UCX over sockets, and our own tcp.
     #[arg(long, value_delimiter = ',', value_parser = TRANSPORTS, default_values = TRANSPORTS)]
     transports: Vec<String>,
-    /// Fleets at a time: by default all, which mostly wait.
-    #[arg(long, default_value_t = 20)]
-    jobs: usize,
+    /// Fleets at a time [default: all, which mostly wait]
+    #[arg(long)]
+    jobs: Option<usize>,
     /// Only cells whose name (fault/victim/moment) contains this.
     #[arg(default_value = "")]
     only: String,
@@ -63,9 +63,10 @@ async fn run_round(round: u32, args: &Args) -> usize {
         let known = TRANSPORTS.into_iter().find(|known| known == transport).unwrap_or_default();
         Moment::ALL.map(|moment| Setting { transport: known, moment })
     });
+    let jobs = args.jobs.unwrap_or(args.transports.len() * Moment::ALL.len());
     let reports: Vec<Report> = futures::stream::iter(settings)
         .map(|setting| run_setting(setting, &args.only, reference))
-        .buffer_unordered(args.jobs.max(1))
+        .buffer_unordered(jobs.max(1))
         .collect::<Vec<_>>()
         .await
         .concat();
