@@ -11,9 +11,9 @@
 //! and an hour of the one class takes nothing from the others. The fit minimizes the sum of *relative absolute* errors
 //! (reweighted least squares), under which a few steps that the system interrupted do not count, and keeps the
 //! coefficients from being negative, so that predictions grow with the work. A term of which nothing was seen is like
-//! the other class's: who has only decoded expects a prompt's token to cost what a decode token does. Steps of one size
-//! or of few positions do not tell what a position costs: positions grow with the square of a prompt, and what is wrong
-//! by a millisecond makes a long one take hours.
+//! the other class's: who has only decoded expects a prompt's token to cost what a decode token does. A few
+//! steps of one size or of few positions do not tell what a position costs: positions grow with the square of a prompt,
+//! and what is wrong by a millisecond makes a long one take hours.
 use std::collections::{BTreeMap, VecDeque};
 
 use crate::executor::{Batch, BatchItem, Tokens};
@@ -37,8 +37,10 @@ const UNSEEN: f64 = 4.0;
 const KINDS: usize = 32;
 /// How much a term resembles the other class's, as a part of what the steps say of it.
 const ALIKE: f64 = 1e-6;
-/// What a position costs is believed where tokens attend to more than about so many.
+/// What a position costs is believed where tokens attend to more than about so many, or after many more steps than
+/// [`FEW`] with tokens of the class.
 const BELIEVED_FROM: f64 = 10.0;
+const FEW: f64 = 8.0;
 /// How much terms of which only the sum is known share it, as a part of what the steps say of each.
 const SHARED: f64 = 1e-9;
 /// Base, decode token and context, prompt token and context.
@@ -256,6 +258,8 @@ fn features(shape: StepShape) -> [f64; TERMS] {
 struct Normal {
     matrix: [[f64; TERMS]; TERMS],
     right: [f64; TERMS],
+    /// Rows in which the term has a part.
+    rows: [u32; TERMS],
 }
 
 impl Normal {
@@ -264,6 +268,7 @@ impl Normal {
         for i in 0..TERMS {
             let weighted = weight * row[i];
             self.right[i] += weighted;
+            self.rows[i] += u32::from(row[i] > 0.0);
             let half = self.matrix[i].iter_mut().zip(row).skip(i);
             half.for_each(|(sum, value)| *sum += weighted * value);
         }
@@ -290,10 +295,11 @@ impl Normal {
         self.matrix[j][i] -= weight;
     }
 
-    /// Adds that positions, `x[i]`, cost nothing, for as many positions as [`BELIEVED_FROM`] says for each of the
-    /// tokens, `x[j]`.
+    /// Adds up to [`FEW`] steps in which positions, `x[i]`, cost nothing, with [`BELIEVED_FROM`] positions for each of
+    /// their tokens, `x[j]`.
     fn doubt(&mut self, i: usize, j: usize) {
-        self.matrix[i][i] += BELIEVED_FROM.powi(2) * self.matrix[j][j];
+        let steps = (FEW / f64::from(self.rows[j].max(1))).min(1.0);
+        self.matrix[i][i] += steps * BELIEVED_FROM.powi(2) * self.matrix[j][j];
     }
 
     /// Adds that each is nothing, with so little weight that it only decides how two of which the sum is known (all
