@@ -1,12 +1,15 @@
 //! The shape of the sources, as a program can check it: file heads, rooms of unsafe code, the crate graph, import
-//! circles within a crate (`tidy/imports.rs`), names, sizes, the width of comments. And documents: their form
-//! (`tidy/documents.rs`), how they read (`tidy/prose.rs`), and the code in them (`tidy/blocks.rs`).
+//! circles within a crate (`tidy/imports.rs`), whose clock is asked (`tidy/clocks.rs`), names, sizes, the width of
+//! comments. And documents: their form (`tidy/documents.rs`), how they read (`tidy/prose.rs`), and the code in them
+//! (`tidy/blocks.rs`).
 //!
 //! File heads, sizes and comments are looked at in C, C++ and CUDA as well. It reads text, and compiles nothing. What
 //! it cannot see: unsafe code that a macro makes, imports that a macro or a re-export hides (see `imports.rs`), and the
 //! width of a comment that stands behind code on its line.
 #[path = "tidy/blocks.rs"]
 mod blocks;
+#[path = "tidy/clocks.rs"]
+mod clocks;
 #[path = "tidy/documents.rs"]
 mod documents;
 #[path = "tidy/imports.rs"]
@@ -199,6 +202,18 @@ fn modules_of_the_router_import_downwards() {
     let files =
         sources().into_iter().filter_map(|(path, text)| Some((path.strip_prefix("router/src/")?.to_owned(), text)));
     nothing(imports::upwards(&files.collect::<Vec<_>>(), &ROUTER).into_iter(), "");
+}
+
+#[test]
+fn what_is_simulated_asks_tokios_clock() {
+    let mut simulated = sources();
+    simulated.retain(|(path, _)| clocks::is_simulated(path));
+    assert!(simulated.len() > 100, "{} sources", simulated.len());
+    let wrong = simulated.into_iter().filter(|(_, text)| {
+        let code = text.lines().take(lines_without_tests(text)).collect::<Vec<_>>().join("\n");
+        clocks::asks_the_systems(&code)
+    });
+    nothing(wrong.map(|(path, _)| path), "asks the system's clock, and not a simulation's: `clock::now` asks both");
 }
 
 #[test]

@@ -180,7 +180,7 @@ impl Link {
         let period = period(&hello);
         let length = Duration::from_millis(hello.lease_ms.into()).max(3 * period);
         self.lease = Some(length);
-        if registered.elapsed() > length / ACCEPTED_PART {
+        if clock::now().saturating_duration_since(registered) > length / ACCEPTED_PART {
             return unavailable("it answered too late");
         }
         self.joined();

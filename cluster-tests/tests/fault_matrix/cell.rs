@@ -101,9 +101,10 @@ impl Cell {
     async fn strike(self, fleet: &mut Fleet, reference: &Reference) -> anyhow::Result<Report> {
         let moment = self.setting.moment;
         fleet.repair().await.context("before the fault")?;
+        // Before the request: its moment does not last while every node is asked.
+        let before = fleet.counts().await;
         let (mut client, seed, fillers) = self.bring(fleet, reference).await?;
 
-        let before = fleet.counts().await;
         let struck = Instant::now();
         self.victim.suffers(self.fault, fleet, &client).await?;
         let ended = timeout(ENDS, client.end()).await.with_context(|| format!("no end within {ENDS:?}"))??;
@@ -165,13 +166,15 @@ impl Cell {
             let fillers = self.fill(fleet, seed).await?;
             let before = fleet.sum(Role::Decode).await;
             let mut client = self.client(fleet, seed)?;
-            tokio::select! {
+            let passed = tokio::select! {
                 biased;
-                reached = self.setting.moment.reached(fleet, before) => return reached.map(|()| (client, seed, fillers)),
-                () = client.gone() => {
-                    ensure!(attempt < MOST_REQUESTS, "the moment passed {attempt} times unseen");
-                }
+                reached = self.setting.moment.reached(fleet, before) => reached.map(|()| client.is_over())?,
+                () = client.gone() => true,
+            };
+            if !passed {
+                return Ok((client, seed, fillers));
             }
+            ensure!(attempt < MOST_REQUESTS, "the moment passed {attempt} times unseen");
             for filler in fillers {
                 filler.check(Expected::Whole, reference).await.context("before the fault")?;
             }
@@ -290,6 +293,14 @@ impl Client {
         match self {
             Self::Stream(task) => drop(task.await),
             Self::Program(child) => drop(child.wait().await),
+        }
+    }
+
+    /// Whether its answer is over by now. A program that cannot be asked is found out at its end.
+    fn is_over(&mut self) -> bool {
+        match self {
+            Self::Stream(task) => task.is_finished(),
+            Self::Program(child) => matches!(child.try_wait(), Ok(Some(_))),
         }
     }
 

@@ -1,11 +1,10 @@
 //! Whose request it is: asked before its body is read, of every route that computes.
-use std::time::Instant;
-
 use axum::extract::{Request, State};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
 use tandem_proto::{Error, ErrorKind};
+use tandem_telemetry::clock;
 
 use super::error::ApiError;
 use super::{Caller, media, rates};
@@ -33,7 +32,7 @@ pub(super) async fn enter(
         Ok(()) => next.run(request).await,
         Err(error) => error.into_response(),
     };
-    response.headers_mut().extend(rates::headers(&tenant.allowances(Instant::now())));
+    response.headers_mut().extend(rates::headers(&tenant.allowances(clock::now())));
     // For the trace of a request that is refused.
     response.extensions_mut().insert(tenant);
     Ok(response)
