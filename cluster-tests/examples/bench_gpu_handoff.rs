@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use clap::Parser;
 use prost::Message;
+use tandem_cluster_tests::open_loop::median;
 use tandem_cuda::compile::Folders;
 use tandem_cuda::{Context, CudaMemory, Device, Kernels};
 use tandem_kvtransfer::ucx::{UcxConfig, UcxProfile, UcxTransport, prepare_environment};
@@ -210,7 +211,7 @@ fn digest_us(memory: &Arc<dyn KvMemory>, mib: usize) -> f64 {
         memory.digests(&pieces, &mut digests);
         1e3 * ms(start.elapsed())
     });
-    median(times.collect())
+    median(times)
 }
 
 /// The other process.
@@ -344,9 +345,4 @@ async fn hand_over(
 
 fn ms(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }

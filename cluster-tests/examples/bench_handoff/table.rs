@@ -1,4 +1,5 @@
 //! What was measured of each request, and its medians as a table.
+use tandem_cluster_tests::open_loop::median;
 use tandem_proto::v1::Timings;
 use tokio::time::Instant;
 
@@ -72,10 +73,4 @@ pub fn print(rows: &[Row]) {
             );
         }
     }
-}
-
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut values: Vec<f64> = values.collect();
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }

@@ -1,4 +1,6 @@
 //! Medians over the turns, as markdown.
+use tandem_cluster_tests::open_loop::median;
+
 use crate::load::Streamed;
 use crate::{Subject, Turn};
 
@@ -77,10 +79,4 @@ pub fn cost(subjects: &[Subject], rounds: &[Vec<Turn>], [without, with]: [[&str;
             of(&|off, on| Some(on.latencies.processor_us? - off.latencies.processor_us?), 0),
         );
     }
-}
-
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut values: Vec<f64> = values.collect();
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
