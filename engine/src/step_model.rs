@@ -37,9 +37,9 @@ const UNSEEN: f64 = 4.0;
 const KINDS: usize = 32;
 /// How much a term resembles the other class's, as a part of what the steps say of it.
 const ALIKE: f64 = 1e-6;
-/// What a position costs is believed where tokens attend to more than about so many, or after many more steps than
-/// [`FEW`] with tokens of the class.
+/// What a position costs is believed where tokens attend to more than about so many,
 const BELIEVED_FROM: f64 = 10.0;
+/// or after many more steps than these.
 const FEW: f64 = 8.0;
 /// How much terms of which only the sum is known share it, as a part of what the steps say of each.
 const SHARED: f64 = 1e-9;
