@@ -11,9 +11,9 @@
 //! and an hour of the one class takes nothing from the others. The fit minimizes the sum of *relative absolute* errors
 //! (reweighted least squares), under which a few steps that the system interrupted do not count, and keeps the
 //! coefficients from being negative, so that predictions grow with the work. A term of which nothing was seen is like
-//! the other class's: who has only decoded expects a prompt's token to cost what a decode token does. A few
-//! steps of one size or of few positions do not tell what a position costs: positions grow with the square of a prompt,
-//! and what is wrong by a millisecond makes a long one take hours.
+//! the other class's: who has only decoded expects a prompt's token to cost what a decode token does. A few steps of
+//! one size or of few positions do not tell what a position costs: positions grow with the square of a prompt, and what
+//! is wrong by a millisecond makes a long one take hours.
 use std::collections::{BTreeMap, VecDeque};
 
 use crate::executor::{Batch, BatchItem, Tokens};

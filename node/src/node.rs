@@ -2,7 +2,7 @@
 //! spans go. Order matters: cheap things that can fail come before the model is loaded.
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use tandem_cuda::{CudaConfig, CudaLoader};
@@ -372,9 +372,10 @@ async fn warm_up(engine: &Engine, config: &NodeConfig, target: Target) -> anyhow
         }
         false => None,
     };
-    let warming = Instant::now();
+    let warming = clock::now();
     engine.warm_up(config.max_step_tokens).await.context("the first steps of the model")?;
-    let (took_ms, alone) = (warming.elapsed().as_millis() as u64, turn.is_some_and(|turn| turn.is_alone()));
+    let took_ms = clock::now().saturating_duration_since(warming).as_millis() as u64;
+    let alone = turn.is_some_and(|turn| turn.is_alone());
     tracing::info!(took_ms, alone, "warm: the first steps are done");
     Ok(())
 }

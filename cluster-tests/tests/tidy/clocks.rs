@@ -4,12 +4,10 @@
 /// Crates and modules that the simulation runs.
 const SIMULATED: [&str; 5] =
     ["router/src/", "node/src/", "prefill-node/src/", "decode-node/src/", "kvtransfer/src/mem/"];
-/// Times the warm-up, which no simulated node has.
-const BEFORE_IT_SERVES: &str = "node/src/node.rs";
 
 /// Whether a simulation runs this source.
 pub fn is_simulated(path: &str) -> bool {
-    SIMULATED.iter().any(|room| path.starts_with(room)) && !path.ends_with("tests.rs") && path != BEFORE_IT_SERVES
+    SIMULATED.iter().any(|room| path.starts_with(room)) && !path.ends_with("tests.rs")
 }
 
 /// Whether an `Instant` of this code is the standard library's, and is taken or compared with the present.
