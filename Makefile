@@ -31,22 +31,13 @@ compose-down: ## Ends it and removes what it made; the images stay
 test: ## Format, lints, build, all tests (some start real clusters); CUDA's on an emulated driver
 	deploy/setup.sh test
 	cargo fmt --check
-	cargo clippy --profile tests --workspace --all-targets --locked -- -D warnings
-	# With the tests: their features of shared libraries (tokio's paused clock) make it one build, not two. The examples
-	# are benchmarks: clippy has seen that they compile, and optimizing them takes minutes.
-	cargo build --profile tests --locked --workspace --bins --tests
-	# Two hosts are network namespaces: where they can be had (as root), tests that cannot make them fail.
-	# Tests of clusters wait more than they compute: three at a time at least.
-	namespaces=$$(unshare --net --ipc --mount sh -c 'ip link add name br0 type bridge && ip link add name v0 type veth peer name v1' \
-	  > /dev/null 2>&1 && echo 1 || echo 0); echo "TANDEM_REQUIRE_NAMESPACES=$$namespaces"; \
-	  TANDEM_REQUIRE_EMU=1 TANDEM_REQUIRE_UCX=1 TANDEM_REQUIRE_ETCD=1 TANDEM_REQUIRE_NAMESPACES=$$namespaces \
-	  RUST_TEST_THREADS=$$(( $$(nproc) > 3 ? $$(nproc) : 3 )) cargo test --profile tests --locked --workspace --lib --bins --tests
+	deploy/test.sh
 	# The device's kernels once more: with the checker of accesses, and in an order that a printed seed repeats.
 	engine/cuda/emu/again.sh
 
 lint: ## Format and lints; licences and advisories where cargo-deny is installed
 	cargo fmt --check
-	cargo clippy --profile tests --workspace --all-targets --locked -- -D warnings
+	cargo clippy --profile lint --workspace --all-targets --locked -- -D warnings
 	if cargo deny --version > /dev/null 2>&1; then cargo deny check; else echo "lint: cargo-deny is not installed, skipped"; fi
 
 docs: ## The book as HTML, in target/docs/book; checks its links. Fetches mdBook once (5 MB). The pages' prose and code are part of `make test`

@@ -150,6 +150,10 @@ impl Group<'_> {
     fn of(limit: usize) -> Self {
         Self { prefills: Best::of(limit), decodes: Best::of(limit), has: [false; 2] }
     }
+
+    fn pairs(&self) -> usize {
+        self.prefills.all().count() * self.decodes.all().count()
+    }
 }
 
 /// The request, and everything by which its plans are scored.
@@ -196,7 +200,8 @@ impl<'a> Scorer<'a> {
                 }
             }
         }
-        let mut plans = Vec::with_capacity(256);
+        let pairs: usize = groups.iter().map(Group::pairs).sum();
+        let mut plans = Vec::with_capacity(pairs + locals.all().count());
         if self.settings.local != LocalPrefill::Always {
             self.pairs(&groups, &mut plans);
         }
