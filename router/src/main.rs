@@ -88,6 +88,9 @@ async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     let hangups = signal(SignalKind::hangup())?;
     let keys = check::keys(&config)?;
     let join = config.join_token_file.as_deref().map(JoinTokens::load).transpose()?;
+    if keys.required() && join.is_none() {
+        tracing::warn!("API keys without --join-token-file: the names of KV blocks have no secret key");
+    }
     let tls = config.tls.as_ref().map(Tls::read).transpose()?;
     let node_tls = config.node_tls.as_ref().map(|files| NodeTls::read(files, PeerRole::Router)).transpose()?;
     let registration = Registration::read(&config)?;
