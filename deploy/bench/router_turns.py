@@ -9,8 +9,10 @@ this build in all turns, as what it sends changes from commit to commit, too.
 
 Both clusters run beside each other, and only one has load at a time: turns of some seconds, as on a machine with
 neighbours only what is close in time is slowed alike. The order changes from turn to turn. CPU time is that of the
-router's process, with the threads that have ended. Ratios (after ÷ before) and differences are medians of those of
-the turns, with the quartiles. The same folder twice shows what is noise. Rows: `short` has 200 requests a second of 8
+router's process, with the threads that have ended. Ratios (after ÷ before) and differences are medians of the
+rounds, with the quartiles; a round's own is the median of its turns. Each round has new processes, and two of one
+program differ by some percent, by where their memory lies: rounds count, not turns. The same folder twice shows
+what is noise. Rows: `short` has 200 requests a second of 8
 tokens, `calm` 60 of them, for machines whose cores 200 keep busy, `long` 64 streams of 400 tokens at a time. Each
 round has new processes. Before it each router has answered more short requests than it keeps traces of: until then
 its memory grows, and that costs what no later request does.
@@ -80,18 +82,27 @@ class Side:
         return (cpu_us(self.router.process.pid) - before) / requests, measured["median_ttft_ms"]
 
 
-def turns(args, api, load):
+def turns(args, api, load, round_number):
     """What each turn measured of each build: of a round, with new processes."""
     with contextlib.ExitStack() as stack:
         # By place: both may be one folder.
-        sides = [Side(stack, programs, args.tandem, args.model) for programs in (args.before, args.after)]
-        for side in sides:
-            side.bench(api, *WARM_UP)
+        programs, sides = (args.before, args.after), [None, None]
+        order = (0, 1) if round_number % 2 == 0 else (1, 0)
+        for which in order:
+            sides[which] = Side(stack, programs[which], args.tandem, args.model)
+        for which in order:
+            sides[which].bench(api, *WARM_UP)
         measured = ([], [])
         for number in range(args.turns):
-            for which in (0, 1) if number % 2 == 0 else (1, 0):
+            for which in order if number % 2 == 0 else reversed(order):
                 measured[which].append(sides[which].turn(api, load))
         return measured
+
+
+def of_rounds(rounds, what, compared):
+    """Quartiles of the rounds: of a round the median of what its turns compare."""
+    pairs = ([(before[what], after[what]) for before, after in zip(*measured)] for measured in rounds)
+    return quartiles([statistics.median(compared(before, after) for before, after in turns) for turns in pairs])
 
 
 def parser_of(description):
@@ -100,7 +111,7 @@ def parser_of(description):
     default = pathlib.Path.home() / ".cache/tandem/SmolLM2-135M-Instruct.Q4_1.gguf"
     parser.add_argument("--model", type=pathlib.Path, default=default, help="of the router")
     parser.add_argument("--tandem", type=pathlib.Path, default=TARGET_DIR / "release/tandem", help="whose bench is the load")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=8)
     return parser
 
 
@@ -108,18 +119,18 @@ def main():
     parser = parser_of(__doc__)
     parser.add_argument("before", type=pathlib.Path)
     parser.add_argument("after", type=pathlib.Path)
-    parser.add_argument("--turns", type=int, default=12, help="of each build in a round")
+    parser.add_argument("--turns", type=int, default=3, help="of each build in a round")
     parser.add_argument("--rows", default="gRPC short,HTTP short,gRPC long,HTTP long")
     args = parser.parse_args()
     print("| API, load | CPU time a request before, µs | after | after ÷ before | TTFT p50 before, ms | after | later by, µs |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     for row in args.rows.split(","):
         api, load = row.split()
-        rounds = [turns(args, api, load) for _ in range(args.rounds)]
+        rounds = [turns(args, api, load, number) for number in range(args.rounds)]
         sides = [[turn for measured in rounds for turn in measured[which]] for which in (0, 1)]
         cpu, ttft = ([[turn[what] for turn in each] for each in sides] for what in (0, 1))
-        low, ratio, high = quartiles([after / before for before, after in zip(*cpu)])
-        sooner, later, latest = quartiles([1e3 * (after - before) for before, after in zip(*ttft)])
+        low, ratio, high = of_rounds(rounds, 0, lambda before, after: after / before)
+        sooner, later, latest = of_rounds(rounds, 1, lambda before, after: 1e3 * (after - before))
         before, after, ttft_before, ttft_after = (statistics.median(each) for each in (*cpu, *ttft))
         ratios = f"**{ratio:.3f}** ({low:.3f} to {high:.3f})"
         ttfts = f"{ttft_before:.2f} | {ttft_after:.2f} | **{later:.0f}** ({sooner:.0f} to {latest:.0f})"

@@ -66,10 +66,8 @@ fi
 
 say "a router that is guided by the counts"
 # What makes up 99.9 % of the counts is hot, where the compiler says 99. A token is counted a hundred times as often as a request,
-# whose way then lies at the border: what one API alone takes is beyond it. What is hot is copied to where it is called only up
-# to the size of other code (300, where the compiler says 3,000): copies of code that a request takes once are more to fetch.
-hot="-Cllvm-args=-profile-summary-cutoff-hot=999000 -Cllvm-args=-hot-callsite-threshold=300"
-router final "-Cprofile-use=$work/router.profdata $hot -Clink-arg=-Wl,--emit-relocs"
+# whose way then lies at the border: what one API alone takes is beyond it.
+router final "-Cprofile-use=$work/router.profdata -Cllvm-args=-profile-summary-cutoff-hot=999000 -Clink-arg=-Wl,--emit-relocs"
 
 if [ ! "$work/tandem-router" -nt "$built" ]; then
   say "another order of its code"
