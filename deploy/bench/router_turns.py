@@ -11,11 +11,10 @@ Both clusters run beside each other, and only one has load at a time: turns of s
 neighbours only what is close in time is slowed alike. The order changes from turn to turn. CPU time is that of the
 router's process, with the threads that have ended. Ratios (after ÷ before) and differences are medians of the
 rounds, with the quartiles; a round's own is the median of its turns. Each round has new processes, and two of one
-program differ by some percent, by where their memory lies: rounds count, not turns. The same folder twice shows
-what is noise. Rows: `short` has 200 requests a second of 8
-tokens, `calm` 60 of them, for machines whose cores 200 keep busy, `long` 64 streams of 400 tokens at a time. Each
-round has new processes. Before it each router has answered more short requests than it keeps traces of: until then
-its memory grows, and that costs what no later request does.
+program differ by some percent, why is not known: rounds count, not turns. The same folder twice shows
+what is noise. Rows: `short` has 200 requests a second of 8 tokens, `calm` 60 of them, for machines whose cores 200
+keep busy, `long` 64 streams of 400 tokens at a time. Before a round each router has answered more short requests than
+it keeps traces of: until then its memory grows, and that costs what no later request does.
 """
 import argparse
 import contextlib
@@ -86,12 +85,11 @@ def turns(args, api, load, round_number):
     """What each turn measured of each build: of a round, with new processes."""
     with contextlib.ExitStack() as stack:
         # By place: both may be one folder.
-        programs, sides = (args.before, args.after), [None, None]
+        programs = (args.before, args.after)
         order = (0, 1) if round_number % 2 == 0 else (1, 0)
-        for which in order:
-            sides[which] = Side(stack, programs[which], args.tandem, args.model)
-        for which in order:
-            sides[which].bench(api, *WARM_UP)
+        sides = {which: Side(stack, programs[which], args.tandem, args.model) for which in order}
+        for side in sides.values():
+            side.bench(api, *WARM_UP)
         measured = ([], [])
         for number in range(args.turns):
             for which in order if number % 2 == 0 else reversed(order):

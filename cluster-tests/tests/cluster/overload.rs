@@ -90,8 +90,8 @@ async fn overload_is_refused_at_once_and_a_greedy_tenant_pushes_nobody_out() -> 
         polite.mean_queue_ms(),
         alone.mean_queue_ms(),
     );
-    // Who is refused has not waited in the queue first, however busy the machine is.
-    ensure!(median.as_secs_f64() * 2e3 < greedy.mean_queue_ms(), "refusals take {median:?}");
+    // Who is refused has not waited in the queue first, however busy the machine is. A calm one takes a twentieth.
+    ensure!(median.as_secs_f64() * 4e3 < greedy.mean_queue_ms(), "refusals take {median:?}");
     ensure!(
         greedy.refusals.iter().all(|(_, retry)| retry.is_some_and(|retry| retry > Duration::ZERO)),
         "no retry-after"
