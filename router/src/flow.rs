@@ -128,7 +128,8 @@ pub fn start(
     let parent = request.parent.as_ref();
     let root = request.root.unwrap_or_else(|| shared.root(parent));
     let identities = Identities::draw(root, parent.map(|parent| parent.span), &mut rand::rng());
-    let record = Record {
+    // Boxed: it goes from here to the list of traces.
+    let record = Box::new(Record {
         api: request.api,
         model: shared.model.model_name.clone(),
         request_id: request.request_id.clone(),
@@ -147,7 +148,7 @@ pub fn start(
         notes: Vec::new(),
         cached_tokens: 0,
         ended: request.received,
-    };
+    });
     let cache_salt = shared.cache_salt(&request);
     let run = Box::new(Run {
         deadline,
@@ -211,7 +212,7 @@ struct Run {
     progress: Progress,
     deadline: Instant,
     /// What is known till now; the pace when it has ended.
-    record: Record,
+    record: Box<Record>,
     arrivals: Arrivals,
     replan: Replan,
     /// It is a retry, and the client has no token of it yet.
@@ -341,7 +342,7 @@ impl Run {
     async fn relay(&mut self, attempt: &mut Attempt, text: &mut TextStream) -> Result<End, Error> {
         loop {
             let happening = attempt.next(self.limits.silence).await;
-            append_pack(&mut self.spans, &std::mem::take(&mut attempt.protocol.spans));
+            append_pack(&mut self.spans, std::mem::take(&mut attempt.protocol.spans));
             self.record.drafts.add(std::mem::take(&mut attempt.protocol.drafts));
             let step = match happening {
                 Ok(Happening::Step(step)) => step,
@@ -433,7 +434,7 @@ impl Run {
 
     /// The transfer is over for the client when decode has verified *and* the first token is out.
     fn verified(&mut self, protocol: &AttemptProtocol) {
-        let Record { timeline, verified, .. } = &mut self.record;
+        let Record { timeline, verified, .. } = &mut *self.record;
         if protocol.verified.is_some() && timeline.phase() == Phase::Transfer {
             timeline.end_phase(clock::now());
             verified.clone_from(&protocol.verified);

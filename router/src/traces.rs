@@ -8,6 +8,7 @@ mod nesting;
 pub mod query;
 mod ring;
 
+use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -91,7 +92,7 @@ struct Kept {
 }
 
 impl Kept {
-    fn add(&mut self, own: Own, of_nodes: &[u8]) {
+    fn add(&mut self, own: Own, of_nodes: Vec<u8>) {
         if self.own.len() < MAX_REQUESTS {
             self.own.push(own);
         }
@@ -113,10 +114,13 @@ pub fn nested(trace_id: TraceId, own: &[Own], of_nodes: &[u8]) -> Vec<u8> {
 
 /// Puts one pack of nodes' spans behind another: whole or, where that would be too much, not at all. Behind a part of
 /// one nothing could be read.
-pub fn append_pack(spans: &mut Vec<u8>, more: &[u8]) {
-    if spans.len() + more.len() <= MAX_NODE_BYTES {
-        spans.extend_from_slice(more);
+pub fn append_pack<'a>(spans: &mut Vec<u8>, more: impl Into<Cow<'a, [u8]>>) {
+    let more = more.into();
+    if spans.len() + more.len() > MAX_NODE_BYTES {
+        return;
     }
+    // Nearly always the first one, and the only one.
+    if spans.is_empty() { *spans = more.into_owned() } else { spans.extend_from_slice(&more) }
 }
 
 /// How a request ended, as far as its trace is concerned.
@@ -145,7 +149,7 @@ impl Traces {
 
     /// Adds the router's spans of a request that ended, and the nodes', packed; those of another trace are left out. It
     /// is the last one now. Gives back what came before outside of the request's calls.
-    pub fn finish(&self, trace_id: TraceId, own: Own, of_nodes: &[u8], ended: Ended) -> Vec<u8> {
+    pub fn finish(&self, trace_id: TraceId, own: Own, of_nodes: Vec<u8>, ended: Ended) -> Vec<u8> {
         let mut held = self.lock();
         held.finished += 1;
         let early = held.early.take(trace_id);
@@ -368,7 +372,7 @@ mod tests {
         let traces = Traces::default();
         for number in 0..1_100 {
             let stranger = pack(vec![span(id(0), "a stranger's")]);
-            traces.finish(id(number), own(vec![span(id(number), "a")]), &stranger, USUAL);
+            traces.finish(id(number), own(vec![span(id(number), "a")]), stranger, USUAL);
         }
         assert!(traces.json(&hex(&id(99))).is_none());
         let last = traces.json("last").unwrap();
@@ -388,7 +392,7 @@ mod tests {
                 .collect::<Vec<_>>()
         };
         let finish = |number, name: &str| {
-            traces.finish(id(number), own(vec![span(id(number), name)]), &[], USUAL);
+            traces.finish(id(number), own(vec![span(id(number), name)]), Vec::new(), USUAL);
         };
         assert!(traces.since(0, 10).traces.is_empty());
         [(1, "a"), (2, "b"), (3, "c")].into_iter().for_each(|(number, name)| finish(number, name));
@@ -407,18 +411,18 @@ mod tests {
             for _ in 0..3 {
                 let many: Vec<_> = (0..200).map(|_| span(id(number), "a")).collect();
                 let (own_spans, of_nodes) = if number == 1 { (many, Vec::new()) } else { (Vec::new(), pack(many)) };
-                traces.finish(id(number), own(own_spans), &of_nodes, USUAL);
+                traces.finish(id(number), own(own_spans), of_nodes.clone(), USUAL);
             }
             assert_eq!(traces.json("last").unwrap()["spans"].as_array().unwrap().len(), MAX_SPANS);
         }
         // Each request has its place, with what its nodes told.
         for _ in 0..50 {
             let of = |spans| (0..spans).map(|_| span(id(3), "a")).collect::<Vec<_>>();
-            traces.finish(id(3), own(of(6)), &pack(of(5)), USUAL);
+            traces.finish(id(3), own(of(6)), pack(of(5)), USUAL);
         }
         assert_eq!(traces.json("last").unwrap()["spans"].as_array().unwrap().len(), MAX_SPANS + 250);
         for _ in 0..MAX_REQUESTS {
-            traces.finish(id(3), own(Vec::new()), &[], USUAL);
+            traces.finish(id(3), own(Vec::new()), Vec::new(), USUAL);
         }
         assert_eq!(traces.lock().kept.get(&id(3)).unwrap().own.len(), MAX_REQUESTS);
         let many = pack((0..10_000).map(|_| span(id(2), "a")).collect());
@@ -429,8 +433,8 @@ mod tests {
     #[test]
     fn late_spans_join_their_trace_and_change_no_order() {
         let traces = Traces::default();
-        traces.finish(id(1), own(vec![span(id(1), "a")]), &[], USUAL);
-        traces.finish(id(2), own(vec![span(id(2), "a")]), &[], USUAL);
+        traces.finish(id(1), own(vec![span(id(1), "a")]), Vec::new(), USUAL);
+        traces.finish(id(2), own(vec![span(id(2), "a")]), Vec::new(), USUAL);
         traces.complete(id(1), &pack(vec![span(id(1), "late"), span(id(2), "a stranger's")]));
         traces.complete(id(3), &pack(vec![span(id(3), "forgotten")]));
         assert_eq!(traces.json(&hex(&id(1))).unwrap()["spans"].as_array().unwrap().len(), 2);
@@ -443,12 +447,17 @@ mod tests {
         let traces = Traces::default();
         assert!(traces.stray(&pack(vec![numbered(1, "cut off", 1), numbered(2, "cut off", 2)])).is_empty());
         assert_eq!(
-            unpack(&traces.finish(id(1), own(vec![numbered(1, "chat", 9)]), &[], Ended { exported: true, ..USUAL }))
-                .count(),
+            unpack(&traces.finish(
+                id(1),
+                own(vec![numbered(1, "chat", 9)]),
+                Vec::new(),
+                Ended { exported: true, ..USUAL }
+            ))
+            .count(),
             1
         );
         assert_eq!(traces.json(&hex(&id(1))).unwrap()["spans"].as_array().unwrap().len(), 2);
-        assert!(traces.finish(id(3), own(vec![numbered(3, "chat", 9)]), &[], USUAL).is_empty());
+        assert!(traces.finish(id(3), own(vec![numbered(3, "chat", 9)]), Vec::new(), USUAL).is_empty());
         // What comes later goes where the trace went.
         let late = traces.stray(&pack(vec![numbered(1, "late", 3), numbered(3, "late", 4)]));
         let late: Vec<_> = unpack(&late).collect();
@@ -462,7 +471,7 @@ mod tests {
         let traces = Traces::default();
         let of = |tenant: &str| Some(Arc::from(tenant));
         for (number, tenant) in [(1, of("a")), (2, of("b")), (3, None), (4, of("a")), (4, of("b")), (5, of("b"))] {
-            traces.finish(id(number), own(vec![numbered(number, "chat", 9)]), &[], Ended { tenant, ..USUAL });
+            traces.finish(id(number), own(vec![numbered(number, "chat", 9)]), Vec::new(), Ended { tenant, ..USUAL });
         }
         let seen = |traces: &Traces| -> Vec<u64> {
             (1..=5).filter(|number| traces.json(&hex(&id(*number))).is_some()).collect()
@@ -500,7 +509,7 @@ mod tests {
                 status: Some(v1::SpanStatus { message: "no".into(), code: FAILED }),
                 ..span(id(number), if number == 3 { "rare" } else { "decode" })
             };
-            traces.finish(id(number), own(vec![root]), &pack(vec![child]), USUAL);
+            traces.finish(id(number), own(vec![root]), pack(vec![child]), USUAL);
         }
         assert_eq!(traces.services().into_iter().collect::<Vec<_>>(), ["tandem-decode", "tandem-router"]);
         assert_eq!(traces.operations("tandem-router"), [("chat m".to_owned(), "server".to_owned())].into());

@@ -102,6 +102,16 @@ impl Line<'_> {
         self.put(" ");
     }
 
+    /// There is nothing in it to escape.
+    fn number(&mut self, field: &Field, value: fmt::Arguments<'_>) {
+        if matches!(field.name(), "message") || field.name().starts_with("log.") {
+            return self.record_debug(field, &value);
+        }
+        self.name(field.name());
+        self.failed |= self.out.write_fmt(value).is_err();
+        self.separator = " ";
+    }
+
     /// Begins a field.
     fn name(&mut self, name: &str) {
         self.put(self.separator);
@@ -115,8 +125,25 @@ impl Visit for Line<'_> {
         match field.name() {
             "message" => self.record_debug(field, &format_args!("{value}")),
             // In quotes, with its control characters escaped.
-            _ => self.record_debug(field, &value),
+            name if name.starts_with("log.") || !is_plain(value) => self.record_debug(field, &value),
+            name => {
+                self.name(name);
+                self.put_all(["\"", value, "\""]);
+                self.separator = " ";
+            }
         }
+    }
+
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        self.number(field, format_args!("{value}"));
+    }
+
+    fn record_i64(&mut self, field: &Field, value: i64) {
+        self.number(field, format_args!("{value}"));
+    }
+
+    fn record_f64(&mut self, field: &Field, value: f64) {
+        self.number(field, format_args!("{value:?}"));
     }
 
     fn record_error(&mut self, field: &Field, value: &(dyn Error + 'static)) {
@@ -133,6 +160,11 @@ impl Visit for Line<'_> {
         self.failed |= write!(Escaped(&mut self.out), "{value:?}").is_err();
         self.separator = " ";
     }
+}
+
+/// It stands in quotes as it is.
+fn is_plain(text: &str) -> bool {
+    text.bytes().all(|byte| (b' '..=b'~').contains(&byte) && byte != b'"' && byte != b'\\')
 }
 
 /// Leaves no character in a text by which it could do more to a terminal than be read.

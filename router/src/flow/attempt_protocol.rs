@@ -129,7 +129,7 @@ impl AttemptProtocol {
                 Err(disorder("the end of the delivery before the first token"))
             }
             Some(prefill_event::Event::Delivered(mut delivered)) => {
-                self.spans.append(&mut delivered.spans);
+                self.keep(&mut delivered.spans);
                 if !self.whole && !self.is_current(&delivered.handoff_id) {
                     return Ok(Step::Spent);
                 }
@@ -204,8 +204,17 @@ impl AttemptProtocol {
     }
 
     fn finished(&mut self, mut finished: v1::Finished) -> Step {
-        self.spans.append(&mut finished.spans);
+        self.keep(&mut finished.spans);
         Step::Finished(reason(finished.reason()))
+    }
+
+    /// A pack of spans. Those of an event are mostly taken before the next one comes: then there is nothing to copy.
+    fn keep(&mut self, spans: &mut Vec<u8>) {
+        if self.spans.is_empty() {
+            std::mem::swap(&mut self.spans, spans);
+        } else {
+            self.spans.append(spans);
+        }
     }
 
     /// Whether prefill speaks of the hand-off that decode waits for. A node that does not say which one has had but

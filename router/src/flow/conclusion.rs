@@ -38,7 +38,7 @@ impl Run {
                 (Some(rest), spans)
             }
         };
-        append_pack(&mut self.spans, &spans);
+        append_pack(&mut self.spans, spans);
         rest
     }
 
@@ -50,7 +50,9 @@ impl Run {
         }
         self.record.pace = self.arrivals.pace(tpot_objective(&self.shared));
         self.record.notes = self.notes.take();
-        let Self { shared, limits, record, arrivals, client, slot, spans, progress, .. } = *self;
+        // Only these leave the box. All of it would be copied into this future, which is copied itself on its way to the heap.
+        let (shared, record, client, slot, spans) = (self.shared, self.record, self.client, self.slot, self.spans);
+        let (limits, arrivals, progress) = (&self.limits, &self.arrivals, &self.progress);
         let cached = record.cached_tokens;
         let usage = Usage { prompt: record.prompt_tokens, completion: record.pace.tokens, cached };
         if usage.completion > 0 {
@@ -63,7 +65,7 @@ impl Run {
             let tenant = shared.admission.account(&progress.request.tenant);
             shared.metrics.served(tenant, usage.prompt, usage.completion);
         }
-        shared.metrics.ended(&record, &arrivals, outcome.as_ref().map(|answered| answered.reason));
+        shared.metrics.ended(&record, arrivals, outcome.as_ref().map(|answered| answered.reason));
         let root = record.identities.root;
         let (reason, text, rest) = match outcome {
             Ok(Answered { reason, text, rest }) => (Ok(reason), text, rest),
@@ -91,7 +93,7 @@ impl Run {
         };
         let ((), late) = tokio::join!(biased; told, reported);
         if let Some((own, mut of_nodes)) = kept {
-            append_pack(&mut of_nodes, &late.unwrap_or_default());
+            append_pack(&mut of_nodes, late.unwrap_or_default());
             shared.exporter.export(nested(root.trace_id, &[own], &of_nodes));
         }
         if let Some(mut slot) = slot {
@@ -104,7 +106,7 @@ impl Run {
 /// router's spans and the nodes' that are for that.
 fn keep_trace(
     shared: &Shared,
-    record: Record,
+    record: Box<Record>,
     tenant: Arc<str>,
     reason: Result<v1::FinishReason, Error>,
     mut of_nodes: Vec<u8>,
@@ -116,7 +118,8 @@ fn keep_trace(
     let ended = Ended { tenant: Some(tenant), class, exported };
     let instance = Arc::clone(&shared.instance);
     let own: Own = Arc::new(move || record.spans(&instance, reason.as_ref().copied()));
-    let early = shared.traces.finish(trace_id, Arc::clone(&own), &of_nodes, ended);
-    append_pack(&mut of_nodes, &early);
+    let kept = if exported { of_nodes.clone() } else { std::mem::take(&mut of_nodes) };
+    let early = shared.traces.finish(trace_id, Arc::clone(&own), kept, ended);
+    append_pack(&mut of_nodes, early);
     exported.then_some((own, of_nodes))
 }

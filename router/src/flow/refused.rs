@@ -58,7 +58,7 @@ pub fn tell(shared: &Shared, refused: &Refused<'_>, error: &Error) {
         shared.exporter.export(packed.clone());
     }
     let ended = Ended { tenant: tenant.map(Arc::from), class: Class::Refused, exported };
-    shared.traces.finish(root.trace_id, Arc::new(move || packed.clone()), &[], ended);
+    shared.traces.finish(root.trace_id, Arc::new(move || packed.clone()), Vec::new(), ended);
     if let Some(untold) = LINES_LEFT.take(now) {
         let (tenant, kind, error) = (tenant.unwrap_or("-"), error.kind, &error.message);
         in_request(root, || {
