@@ -1,8 +1,8 @@
 //! How messages become bytes on a call, and bytes messages. Prost's own way through tonic's buffer puts one byte of a
 //! varint there at a time, and asks each time whether there is room: 38 of the router's 610 thousand instructions for a
 //! request with 96 token ids. Here a message becomes bytes by itself, where its size is known, and is put into the
-//! buffer whole. One that comes is cut off the buffer, which copies nothing, and read from there. Read as a slice, each of
-//! its fields of bytes would be copied twice: once to be given out, once into the message.
+//! buffer whole. One that comes is cut off the buffer, which copies nothing, and read from there. Read as a slice,
+//! each of its fields of bytes would be copied twice: once to be given out, once into the message.
 use std::marker::PhantomData;
 
 use prost::Message;

@@ -50,7 +50,7 @@ impl Run {
         }
         self.record.pace = self.arrivals.pace(tpot_objective(&self.shared));
         self.record.notes = self.notes.take();
-        // Only these leave the box. All of it would be copied into this future, which is copied itself on its way to the heap.
+        // Only these leave the box: a future that has all of it is copied whole on its way to the heap.
         let (shared, record, client, slot, spans) = (self.shared, self.record, self.client, self.slot, self.spans);
         let (limits, arrivals, progress) = (&self.limits, &self.arrivals, &self.progress);
         let cached = record.cached_tokens;
