@@ -13,6 +13,7 @@ import contextlib
 import pathlib
 import re
 import signal
+import statistics
 import subprocess
 
 from router_turns import LOADS, Side, parser_of
@@ -33,6 +34,11 @@ class Counted(Side):
             # Slower than its nodes expect it.
             words = ["valgrind", "--tool=callgrind", *flags, *words, "--lease-ms", "60000"]
         return Side.start(stack, folder, name, words)
+
+    def count(self, state):
+        """From here on, or not."""
+        control = ["callgrind_control", "-i", state, str(self.router.process.pid)]
+        subprocess.run(control, check=True, capture_output=True)
 
 
 def instructions(counts):
@@ -57,11 +63,9 @@ def measured(programs, api, args):
         side = Counted(stack, programs, args.tandem, args.model)
         how = ["--output", str(LOADS["calm"][0]), "--concurrency", "1", "--requests"]
         side.bench(api, *how, str(WARM_UP))
-        for state, requests in (("on", REQUESTS), ("off", 0)):
-            control = ["callgrind_control", "-i", state, str(side.router.process.pid)]
-            subprocess.run(control, check=True, capture_output=True)
-            if requests:
-                side.bench(api, *how, str(requests))
+        side.count("on")
+        side.bench(api, *how, str(REQUESTS))
+        side.count("off")
         side.router.end(signal.SIGTERM)
         executed = instructions(side.counts)
     lines = collections.Counter()
@@ -74,11 +78,13 @@ def measured(programs, api, args):
 def main():
     parser = parser_of(__doc__)
     parser.add_argument("programs", type=pathlib.Path, nargs="+")
+    parser.set_defaults(rounds=1)
     args = parser.parse_args()
     print("| programs, API | instructions | lines |\n|---|---:|---:|")
     for api in ("gRPC", "HTTP"):
         for programs in args.programs:
-            count, lines = measured(programs, api, args)
+            rounds = [measured(programs, api, args) for _ in range(args.rounds)]
+            count, lines = map(statistics.median, zip(*rounds))
             print(f"| {programs}, {api} | {count:,.0f} | {lines:,.0f} |", flush=True)
 
 

@@ -109,6 +109,7 @@ def parser_of(description):
     default = pathlib.Path.home() / ".cache/tandem/SmolLM2-135M-Instruct.Q4_1.gguf"
     parser.add_argument("--model", type=pathlib.Path, default=default, help="of the router")
     parser.add_argument("--tandem", type=pathlib.Path, default=TARGET_DIR / "release/tandem", help="whose bench is the load")
+    parser.add_argument("--rounds", type=int, default=8)
     return parser
 
 
@@ -116,7 +117,6 @@ def main():
     parser = parser_of(__doc__)
     parser.add_argument("before", type=pathlib.Path)
     parser.add_argument("after", type=pathlib.Path)
-    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--turns", type=int, default=3, help="of each build in a round")
     parser.add_argument("--rows", default="gRPC short,HTTP short,gRPC long,HTTP long")
     args = parser.parse_args()

@@ -102,7 +102,6 @@ def measured(programs, api, args):
 
 def main():
     parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("programs", type=pathlib.Path, nargs="+")
     args = parser.parse_args()
     if not (TRACEFS / "trace").exists():

@@ -119,7 +119,7 @@ pub fn append_pack<'a>(spans: &mut Vec<u8>, more: impl Into<Cow<'a, [u8]>>) {
     if spans.len() + more.len() > MAX_NODE_BYTES {
         return;
     }
-    // Nearly always the first one, and the only one.
+    // The first one moves.
     if spans.is_empty() { *spans = more.into_owned() } else { spans.extend_from_slice(&more) }
 }
 
@@ -411,7 +411,7 @@ mod tests {
             for _ in 0..3 {
                 let many: Vec<_> = (0..200).map(|_| span(id(number), "a")).collect();
                 let (own_spans, of_nodes) = if number == 1 { (many, Vec::new()) } else { (Vec::new(), pack(many)) };
-                traces.finish(id(number), own(own_spans), of_nodes.clone(), USUAL);
+                traces.finish(id(number), own(own_spans), of_nodes, USUAL);
             }
             assert_eq!(traces.json("last").unwrap()["spans"].as_array().unwrap().len(), MAX_SPANS);
         }

@@ -102,13 +102,15 @@ impl Line<'_> {
         self.put(" ");
     }
 
-    /// There is nothing in it to escape.
-    fn number(&mut self, field: &Field, value: fmt::Arguments<'_>) {
-        if matches!(field.name(), "message") || field.name().starts_with("log.") {
-            return self.record_debug(field, &value);
+    /// A field, whose value `write` writes.
+    fn field(&mut self, field: &Field, write: impl FnOnce(&mut Writer<'_>) -> fmt::Result) {
+        match field.name() {
+            "message" => self.put(self.separator),
+            // What the crate `log` says of its own lines.
+            name if name.starts_with("log.") => return,
+            name => self.name(name),
         }
-        self.name(field.name());
-        self.failed |= self.out.write_fmt(value).is_err();
+        self.failed |= write(&mut self.out).is_err();
         self.separator = " ";
     }
 
@@ -124,26 +126,24 @@ impl Visit for Line<'_> {
     fn record_str(&mut self, field: &Field, value: &str) {
         match field.name() {
             "message" => self.record_debug(field, &format_args!("{value}")),
-            // In quotes, with its control characters escaped.
-            name if name.starts_with("log.") || !is_plain(value) => self.record_debug(field, &value),
-            name => {
-                self.name(name);
-                self.put_all(["\"", value, "\""]);
-                self.separator = " ";
+            // In quotes: as it is, or with its control characters escaped.
+            _ if is_printable(value) && !value.contains(['"', '\\']) => {
+                self.field(field, |out| ["\"", value, "\""].into_iter().try_for_each(|text| out.write_str(text)));
             }
+            _ => self.record_debug(field, &value),
         }
     }
 
     fn record_u64(&mut self, field: &Field, value: u64) {
-        self.number(field, format_args!("{value}"));
+        self.field(field, |out| write!(out, "{value}"));
     }
 
     fn record_i64(&mut self, field: &Field, value: i64) {
-        self.number(field, format_args!("{value}"));
+        self.field(field, |out| write!(out, "{value}"));
     }
 
     fn record_f64(&mut self, field: &Field, value: f64) {
-        self.number(field, format_args!("{value:?}"));
+        self.field(field, |out| write!(out, "{value:?}"));
     }
 
     fn record_error(&mut self, field: &Field, value: &(dyn Error + 'static)) {
@@ -151,20 +151,13 @@ impl Visit for Line<'_> {
     }
 
     fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
-        match field.name() {
-            "message" => self.put(self.separator),
-            // What the crate `log` says of its own lines.
-            name if name.starts_with("log.") => return,
-            name => self.name(name),
-        }
-        self.failed |= write!(Escaped(&mut self.out), "{value:?}").is_err();
-        self.separator = " ";
+        self.field(field, |out| write!(Escaped(out), "{value:?}"));
     }
 }
 
-/// It stands in quotes as it is.
-fn is_plain(text: &str) -> bool {
-    text.bytes().all(|byte| (b' '..=b'~').contains(&byte) && byte != b'"' && byte != b'\\')
+/// Printable ASCII, nothing else.
+fn is_printable(text: &str) -> bool {
+    text.bytes().all(|byte| (b' '..=b'~').contains(&byte))
 }
 
 /// Leaves no character in a text by which it could do more to a terminal than be read.
@@ -172,7 +165,7 @@ struct Escaped<'a, 'b>(&'a mut Writer<'b>);
 
 impl Write for Escaped<'_, '_> {
     fn write_str(&mut self, text: &str) -> fmt::Result {
-        if text.bytes().all(|byte| (b' '..=b'~').contains(&byte)) {
+        if is_printable(text) {
             return self.0.write_str(text);
         }
         text.chars().try_for_each(|character| match character {

@@ -9,6 +9,7 @@ use tandem_proto::{Error, ErrorKind};
 
 use crate::record::drafts::Drafts;
 use crate::select::Plan;
+use crate::traces::append_pack;
 
 /// What to do after an event.
 #[derive(Clone, Debug, PartialEq)]
@@ -129,7 +130,7 @@ impl AttemptProtocol {
                 Err(disorder("the end of the delivery before the first token"))
             }
             Some(prefill_event::Event::Delivered(mut delivered)) => {
-                self.keep(&mut delivered.spans);
+                append_pack(&mut self.spans, std::mem::take(&mut delivered.spans));
                 if !self.whole && !self.is_current(&delivered.handoff_id) {
                     return Ok(Step::Spent);
                 }
@@ -203,18 +204,10 @@ impl AttemptProtocol {
         self.token(v1::Token { token_id, logprob, top_logprobs, ..v1::Token::default() }, finished)
     }
 
-    fn finished(&mut self, mut finished: v1::Finished) -> Step {
-        self.keep(&mut finished.spans);
-        Step::Finished(reason(finished.reason()))
-    }
-
-    /// A pack of spans. Those of an event are mostly taken before the next one comes: then there is nothing to copy.
-    fn keep(&mut self, spans: &mut Vec<u8>) {
-        if self.spans.is_empty() {
-            std::mem::swap(&mut self.spans, spans);
-        } else {
-            self.spans.append(spans);
-        }
+    fn finished(&mut self, finished: v1::Finished) -> Step {
+        let end = reason(finished.reason());
+        append_pack(&mut self.spans, finished.spans);
+        Step::Finished(end)
     }
 
     /// Whether prefill speaks of the hand-off that decode waits for. A node that does not say which one has had but

@@ -8,6 +8,8 @@
 //! between them than others of its domain, or with cores of their own where all better ones share theirs. Where ways
 //! are equal, no decode node waits and none shares its cores, nothing is missed (tested against all pairs). Of nodes
 //! that share their cores only the two of a pair are seen: not the streams of a third one there.
+use std::collections::HashSet;
+
 use super::calibrate::Links;
 use super::cost::{self, DecodeTerms, LocalTerms, PrefillTerms, StepCost};
 use super::policy::{Policy, draw};
@@ -60,10 +62,6 @@ impl Scored<'_> {
     /// What comes before the score.
     pub fn ranks(&self) -> (bool, bool, bool) {
         (self.shut, self.avoided, !self.kept)
-    }
-
-    fn is_of(&self, prefill: &NodeView, decode: &NodeView) -> bool {
-        self.decode.session == decode.session && self.prefill.is_some_and(|node| node.session == prefill.session)
     }
 
     /// Requests on its nodes.
@@ -347,11 +345,11 @@ impl<'a> Scorer<'a> {
     /// Each pair once, by the best of its ways, in however many domains the two are.
     fn pairs(&self, groups: &[Group<'a>], plans: &mut Vec<Scored<'a>>) {
         let several = groups.iter().filter(|group| group.has == [true; 2]).nth(1).is_some();
+        let mut seen = HashSet::new();
         for group in groups {
-            let of_others = plans.len();
             for prefill in group.prefills.all() {
                 for decode in group.decodes.all() {
-                    if !several || plans[..of_others].iter().all(|plan| !plan.is_of(prefill.node, decode.node)) {
+                    if !several || seen.insert((prefill.node.session, decode.node.session)) {
                         let way = self.ways.between(prefill.node, decode.node);
                         plans.extend(way.map(|way| self.pair(prefill, decode, way)));
                     }
