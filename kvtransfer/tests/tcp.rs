@@ -85,6 +85,23 @@ fn connections_without_a_hello_make_room_for_those_with_one() {
     assert_eq!(speak(address, &hello(&transport.info().build_id)).len(), 40, "a hello is answered");
 }
 
+#[test]
+fn a_transport_that_ends_hangs_up_on_newcomers() {
+    let arena = Arena::new(HostMemory::zeroed(64 * 8).expect("little"), 64, 1);
+    let config = TcpConfig { connect_timeout: Duration::from_secs(60), ..TcpConfig::default() };
+    let transport = TcpTransport::bind((Ipv4Addr::LOCALHOST, 0).into(), arena, config).expect("bind");
+    let address = String::from_utf8(transport.address()).expect("text");
+    let mut silent = TcpStream::connect(address).expect("connect");
+    silent.set_read_timeout(Some(Duration::from_secs(10))).expect("timeout");
+    drop(transport);
+    // Closed before it was accepted: reset.
+    let heard = silent.read(&mut [0]).or_else(|error| match error.kind() {
+        std::io::ErrorKind::ConnectionReset => Ok(0),
+        _ => Err(error),
+    });
+    assert_eq!(heard.expect("it hung up"), 0);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn encryption_is_for_both_or_none_and_the_words_name_the_flag() {
     let encrypted = || {

@@ -10,7 +10,7 @@ use tandem_proto::HandoffId;
 
 use super::config::TcpConfig;
 use super::frame::garbage;
-use super::greeting::{self, Greeted};
+use super::greeting::{self, Greeted, Said};
 use super::queue::FrameQueue;
 use super::reader::{Head, Reader};
 use super::sealing::{Opener, Protection};
@@ -47,17 +47,17 @@ impl Connection {
         Ok(Self::start(stream, config, peer, arena, greeted)?)
     }
 
-    /// Expects a hello; `proved` is called when it was one.
+    /// Opens what a hello asks for, and welcomes its sender. Does not wait: the stream does not block yet.
     pub fn accept(
         stream: TcpStream,
+        said: &Said,
         config: &TcpConfig,
         peer: PeerId,
         registry: &Registry,
-        proved: impl FnOnce(),
     ) -> Result<(Self, Opener), TransferError> {
         prepare(&stream, config)?;
-        let until = Instant::now() + config.connect_timeout;
-        let greeted = greeting::answer(&stream, &config.build_id(), registry, peer, until, proved)?;
+        let greeted = greeting::answer(&stream, said, &config.build_id(), registry, peer)?;
+        stream.set_nonblocking(false)?;
         Ok(Self::start(stream, config, peer, registry.arena().clone(), greeted)?)
     }
 

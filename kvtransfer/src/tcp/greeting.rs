@@ -5,6 +5,7 @@ use std::net::TcpStream;
 use std::time::Instant;
 
 use tandem_proto::PROTOCOL_VERSION;
+use tokio::io::AsyncReadExt;
 
 use super::frame::{PRELUDE_BYTES, garbage, is_timeout, parse_prelude, prelude};
 use super::sealing::{Opener, Sealer};
@@ -56,30 +57,43 @@ pub(super) fn call(
     Ok(Greeted::new(secret, nonces, Direction::ToReceiver, Direction::ToSender))
 }
 
-/// Waits for a hello, opens its hand-off for `peer`, and welcomes it. `proved` is called in between.
+/// A hello, all of it.
+pub(super) struct Said {
+    protocol: u32,
+    payload: Vec<u8>,
+}
+
+/// Waits for a hello.
 ///
 /// # Errors
-/// `Incompatible` for another build, the refusal, `Corrupt` for what is no hello.
-pub(super) fn answer(
-    mut stream: &TcpStream,
-    build_id: &str,
-    registry: &Registry,
-    peer: PeerId,
-    until: Instant,
-    proved: impl FnOnce(),
-) -> Result<Greeted, TransferError> {
+/// `Corrupt` for what is none, those of the socket.
+pub(super) async fn hear(stream: &mut tokio::net::TcpStream) -> Result<Said, TransferError> {
     let mut head = [0; PRELUDE_BYTES];
-    read_until(stream, &mut head, until)?;
+    stream.read_exact(&mut head).await?;
     let Some((Header::Hello { protocol }, len)) = parse_prelude(&head) else { return Err(garbage()) };
     if len > (HELLO_HEAD_BYTES + MAX_HELLO_BYTES) as u64 {
         return Err(garbage());
     }
     let mut payload = vec![0; len as usize];
-    read_until(stream, &mut payload, until)?;
-    let hello = Hello::parse(&payload).ok_or_else(garbage)?;
-    if protocol != PROTOCOL_VERSION || hello.about != build_id.as_bytes() {
+    stream.read_exact(&mut payload).await?;
+    Ok(Said { protocol, payload })
+}
+
+/// Opens a hello's hand-off for `peer`, and welcomes it. The stream does not block: it is new, so a few bytes have room.
+///
+/// # Errors
+/// `Incompatible` for another build, the refusal, `Corrupt` for what is no hello.
+pub(super) fn answer(
+    mut stream: &TcpStream,
+    said: &Said,
+    build_id: &str,
+    registry: &Registry,
+    peer: PeerId,
+) -> Result<Greeted, TransferError> {
+    let hello = Hello::parse(&said.payload).ok_or_else(garbage)?;
+    if said.protocol != PROTOCOL_VERSION || hello.about != build_id.as_bytes() {
         let differs = difference(build_id, &String::from_utf8_lossy(hello.about));
-        let message = format!("the KV sender is of another build (protocol {protocol}): {differs}");
+        let message = format!("the KV sender is of another build (protocol {}): {differs}", said.protocol);
         return Err(TransferError::new(TransferErrorKind::Incompatible, message));
     }
     let opened = registry.authenticate(&hello).and_then(|authenticated| {
@@ -94,7 +108,6 @@ pub(super) fn answer(
             return Err(refusal.into());
         }
     };
-    proved();
     let (secret, nonces) = (authenticated.secret(), Nonces { sender: hello.nonce, receiver: rand::random() });
     let welcome = secret.welcome(Way::Sent, nonces, hello.about, &[]);
     stream.write_all(&[&prelude(&Header::Welcome(hello.handoff), welcome.len() as u64)[..], &welcome].concat())?;

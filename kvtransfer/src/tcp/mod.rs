@@ -9,8 +9,9 @@
 //! connection, and each hand-off to a holder of its key (`sealing`); with [`Protection::Encrypted`] nothing but heads
 //! can be read on the way. Whatever cannot be read closes the connection and is counted.
 //!
-//! `table` has all connections, `connection` is one socket, `reader` and `writer` are its halves, `queue` is what waits
-//! to leave, `stranger` speaks for tests.
+//! `acceptor` lets newcomers in, `table` has all connections, `connection` is one socket, `reader` and `writer` are its
+//! halves, `queue` is what waits to leave, `stranger` speaks for tests.
+mod acceptor;
 mod config;
 mod connection;
 mod frame;
@@ -74,8 +75,11 @@ impl TcpTransport {
         let address = listener.local_addr()?;
         let table = Table::new(arena, config);
         let (accepting, listening) = (table.clone(), listener.try_clone()?);
-        let accept_loop = move || accepting.accept_loop(&listening);
-        let accepting = std::thread::Builder::new().name("kv-tcp-accept".into()).spawn(accept_loop)?;
+        let accepting = std::thread::Builder::new().name("kv-tcp-accept".into()).spawn(move || {
+            if let Err(error) = acceptor::run(accepting, listening) {
+                tracing::error!(%error, "cannot accept KV connections over TCP");
+            }
+        })?;
         Ok(Arc::new(Self { table, listener, accepting, address }))
     }
 }

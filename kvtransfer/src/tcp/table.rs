@@ -1,11 +1,9 @@
-//! All connections of a node: who may come, who was dialled, and what must happen when one ends. `connection.rs` moves
-//! the frames.
-use std::collections::{HashMap, VecDeque};
-use std::io;
-use std::net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs};
+//! All connections of a node: how many may come, who was dialled, and what must happen when one ends. `acceptor` lets
+//! newcomers in, `connection` moves the frames.
+use std::collections::HashMap;
+use std::net::{TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use futures::FutureExt;
 use futures::future::{BoxFuture, Shared};
@@ -24,9 +22,6 @@ use crate::wire::{Answer, Header};
 
 /// Accepted connections at once, those without a hello included.
 const MAX_CONNECTIONS: usize = 256;
-/// Of them without a hello: a newcomer ends the oldest one. A hello takes a round trip, so this many flood no honest
-/// one out unless they come within it.
-const MAX_HALF_OPEN: usize = 64;
 
 /// What the threads share.
 pub(super) struct Table {
@@ -37,8 +32,6 @@ pub(super) struct Table {
     /// Connections by the address that was, or is being, dialled.
     pub(super) dialled: Mutex<HashMap<String, Dial>>,
     accepted: AtomicUsize,
-    /// Accepted and without a hello, the oldest first.
-    half_open: Mutex<VecDeque<(PeerId, TcpStream)>>,
     last_peer: AtomicU64,
     pub(super) closing: AtomicBool,
 }
@@ -60,7 +53,6 @@ impl Table {
             peers,
             dialled: Mutex::default(),
             accepted: AtomicUsize::new(0),
-            half_open: Mutex::default(),
             last_peer: AtomicU64::new(0),
             closing: AtomicBool::new(false),
         })
@@ -69,56 +61,6 @@ impl Table {
     /// At the end of the transport; those that come later see that it is closing.
     pub(super) fn close_all(&self) {
         lock(&self.peers.0).values().for_each(|connection| connection.close());
-    }
-
-    pub(super) fn accept_loop(self: Arc<Self>, listener: &TcpListener) {
-        while !self.closing.load(Ordering::SeqCst) {
-            let Ok((stream, _)) = listener.accept() else {
-                // Out of descriptors, or shut down: the loop's condition tells; do not spin on the former.
-                std::thread::park_timeout(Duration::from_millis(10));
-                continue;
-            };
-            if self.accepted.fetch_add(1, Ordering::SeqCst) >= MAX_CONNECTIONS {
-                self.accepted.fetch_sub(1, Ordering::SeqCst);
-                self.registry.violation();
-                continue;
-            }
-            let place = Place(self.clone());
-            let Ok(half_open) = self.enter_half_open(&stream) else { continue };
-            // No thread: the socket closes and the places are free, as all are dropped.
-            let serve = move || place.0.serve(stream, half_open);
-            let _ = std::thread::Builder::new().name("kv-tcp-read".into()).spawn(serve);
-        }
-    }
-
-    /// Hello, then reads until the connection ends.
-    fn serve(self: &Arc<Self>, stream: TcpStream, half_open: HalfOpen) {
-        let peer = half_open.peer;
-        // Out of the way of newcomers before the peer is told: from then on it is not half-open.
-        match Connection::accept(stream, &self.config, peer, &self.registry, || drop(half_open)) {
-            Ok((connection, opener)) => self.attach(Arc::new(connection)).read(opener),
-            Err(error) => {
-                tracing::warn!("KV connection refused: {error}");
-                // A refusal was counted by its reason.
-                if error.refusal.is_none() {
-                    self.registry.violation();
-                }
-            }
-        }
-    }
-
-    /// A place among the connections without a hello; the oldest one makes room.
-    fn enter_half_open(self: &Arc<Self>, stream: &TcpStream) -> io::Result<HalfOpen> {
-        let (peer, stream) = (self.new_peer(), stream.try_clone()?);
-        let mut half_open = lock(&self.half_open);
-        half_open.push_back((peer, stream));
-        if half_open.len() > MAX_HALF_OPEN
-            && let Some((_, oldest)) = half_open.pop_front()
-        {
-            // Its thread reads the end, and counts.
-            let _ = oldest.shutdown(Shutdown::Both);
-        }
-        Ok(HalfOpen { table: self.clone(), peer })
     }
 
     pub(super) fn attach(self: &Arc<Self>, connection: Arc<Connection>) -> Attached {
@@ -182,29 +124,25 @@ impl Table {
         Ok(connection)
     }
 
-    fn new_peer(&self) -> PeerId {
+    pub(super) fn new_peer(&self) -> PeerId {
         PeerId(self.last_peer.fetch_add(1, Ordering::Relaxed))
     }
 }
 
 /// One of the places for accepted connections.
-struct Place(Arc<Table>);
+pub(super) struct Place(Arc<Table>);
+
+impl Place {
+    /// `None`: all are taken.
+    pub(super) fn take(table: &Arc<Table>) -> Option<Self> {
+        let place = Self(table.clone());
+        (table.accepted.fetch_add(1, Ordering::SeqCst) < MAX_CONNECTIONS).then_some(place)
+    }
+}
 
 impl Drop for Place {
     fn drop(&mut self) {
         self.0.accepted.fetch_sub(1, Ordering::SeqCst);
-    }
-}
-
-/// One of the places for connections without a hello.
-struct HalfOpen {
-    table: Arc<Table>,
-    peer: PeerId,
-}
-
-impl Drop for HalfOpen {
-    fn drop(&mut self) {
-        lock(&self.table.half_open).retain(|(peer, _)| *peer != self.peer);
     }
 }
 
@@ -219,7 +157,7 @@ pub(super) struct Attached {
 
 impl Attached {
     /// Reads until the connection ends.
-    fn read(mut self, opener: Opener) {
+    pub(super) fn read(mut self, opener: Opener) {
         self.ended = Some(self.connection.read_loop(opener, &self.table.registry, &self.table.pending));
     }
 }

@@ -1,0 +1,125 @@
+//! Newcomers at the listening socket. One thread reads all their hellos, so that whoever says nothing costs a socket
+//! and no thread. A thread for the connection starts when its hello has opened a hand-off.
+//!
+//! Owns who has not said hello yet; `table` has all others, `greeting` the words.
+use std::collections::VecDeque;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::{AbortHandle, JoinError, JoinSet};
+
+use super::connection::Connection;
+use super::greeting::{Said, hear};
+use super::table::{Place, Table};
+use crate::error::TransferError;
+
+/// Connections without a hello: a newcomer ends the oldest one. A hello takes a round trip, so this many flood no
+/// honest one out unless they come within it.
+const MAX_HALF_OPEN: usize = 64;
+
+/// Accepts until the table is closing and the listener shut down.
+///
+/// # Errors
+/// Out of descriptors or memory, at the start.
+pub(super) fn run(table: Arc<Table>, listener: std::net::TcpListener) -> io::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
+    listener.set_nonblocking(true)?;
+    runtime.block_on(async {
+        let half_open = HalfOpen { table, hellos: JoinSet::new(), oldest_first: VecDeque::new() };
+        half_open.accept(&TcpListener::from_std(listener)?).await;
+        Ok(())
+    })
+}
+
+/// A newcomer that has said hello.
+struct Caller {
+    stream: TcpStream,
+    said: Said,
+    place: Place,
+}
+
+/// Accepted, and without a hello.
+struct HalfOpen {
+    table: Arc<Table>,
+    hellos: JoinSet<Result<Caller, TransferError>>,
+    /// Who said hello meanwhile is among them until the next newcomer.
+    oldest_first: VecDeque<AbortHandle>,
+}
+
+impl HalfOpen {
+    async fn accept(mut self, listener: &TcpListener) {
+        while !self.table.closing.load(Ordering::SeqCst) {
+            tokio::select! {
+                accepted = listener.accept() => match accepted {
+                    Ok((stream, _)) => self.enter(stream),
+                    // Out of descriptors, or shut down: the loop's condition tells; do not spin on the former.
+                    Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
+                },
+                Some(heard) = self.hellos.join_next() => self.leave(heard),
+            }
+        }
+    }
+
+    /// The oldest one makes room.
+    fn enter(&mut self, mut stream: TcpStream) {
+        let Some(place) = Place::take(&self.table) else { return self.table.registry.violation() };
+        self.oldest_first.retain(|hello| !hello.is_finished());
+        if self.oldest_first.len() >= MAX_HALF_OPEN
+            && let Some(oldest) = self.oldest_first.pop_front()
+        {
+            oldest.abort();
+        }
+        let patience = self.table.config.connect_timeout;
+        self.oldest_first.push_back(self.hellos.spawn(async move {
+            let heard = tokio::time::timeout(patience, hear(&mut stream)).await;
+            let said = heard.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
+            Ok(Caller { stream, said, place })
+        }));
+    }
+
+    fn leave(&self, heard: Result<Result<Caller, TransferError>, JoinError>) {
+        let registry = &self.table.registry;
+        match heard {
+            Ok(Ok(caller)) => self.open(caller),
+            // No line for each, as they cost a stranger nothing: the counter tells.
+            Ok(Err(error)) => {
+                tracing::debug!("KV connection without a hello: {error}");
+                registry.violation();
+            }
+            // Made room.
+            Err(_) => registry.violation(),
+        }
+    }
+
+    fn open(&self, caller: Caller) {
+        let Caller { stream, said, place } = caller;
+        let (table, peer) = (&self.table, self.table.new_peer());
+        let opened = stream
+            .into_std()
+            .map_err(TransferError::from)
+            .and_then(|stream| Connection::accept(stream, &said, &table.config, peer, &table.registry));
+        match opened {
+            Ok((connection, opener)) => {
+                let attached = table.attach(Arc::new(connection));
+                let serve = move || {
+                    let _place = place;
+                    attached.read(opener);
+                };
+                // No thread: all of it is dropped, and the connection ends.
+                let _ = std::thread::Builder::new().name("kv-tcp-read".into()).spawn(serve);
+            }
+            Err(error) => {
+                tracing::warn!("KV connection refused: {error}");
+                // Its hand-off may be open by now, and nobody else would fail it.
+                table.registry.fence(peer);
+                // A refusal was counted by its reason.
+                if error.refusal.is_none() {
+                    table.registry.violation();
+                }
+            }
+        }
+    }
+}
