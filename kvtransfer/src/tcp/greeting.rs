@@ -79,7 +79,8 @@ pub(super) async fn hear(stream: &mut tokio::net::TcpStream) -> Result<Said, Tra
     Ok(Said { protocol, payload })
 }
 
-/// Opens a hello's hand-off for `peer`, and welcomes it. The stream does not block: it is new, so a few bytes have room.
+/// Opens a hello's hand-off for `peer`, and welcomes it. The stream does not block: it is new, so a few bytes have
+/// room.
 ///
 /// # Errors
 /// `Incompatible` for another build, the refusal, `Corrupt` for what is no hello.
