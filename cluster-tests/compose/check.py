@@ -199,9 +199,16 @@ def check_prometheus():
     say("Prometheus scrapes five processes and evaluates its rules")
 
 
+def link_is_measured():
+    """Asks with a prompt that nobody has cached, and whose KV is long enough: 1 MiB."""
+    ask(f"{time.monotonic()}: {' '.join(PROMPTS)}", tokens=8)
+    return query("tandem_kv_link_bytes_per_second > 0")
+
+
 def check_dashboards():
     """While a node is away: its alert is pending, so that the panel of alerts has something to show as well."""
     eventually("an alert is pending", 90, lambda: query('ALERTS{alertname=~"Tandem.+"}'))
+    eventually("a hand-off has measured its link", 90, link_is_measured)
     asked = queries.of_dashboards(rate_interval="5m")
     silent = [f"{each.where}: {each.expr}" for each in asked if not query(each.expr)]
     assert not silent, f"{len(silent)} of {len(asked)} queries of the dashboards have no answer: {silent}"
