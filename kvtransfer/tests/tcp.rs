@@ -75,14 +75,28 @@ fn garbage_closes_the_connection_and_is_counted() {
 #[test]
 fn connections_without_a_hello_make_room_for_those_with_one() {
     let (transport, address) = bind();
-    let silent: Vec<_> = (0..100).map(|_| TcpStream::connect(address).expect("connect")).collect();
+    // More than there are places for connections.
+    let silent: Vec<_> = (0..300).map(|_| TcpStream::connect(address).expect("connect")).collect();
     // Each newcomer beyond 64 ends the oldest one.
-    wait_for_errors(&transport, 36);
-    for mut stream in &silent[..36] {
+    wait_for_errors(&transport, 236);
+    for mut stream in &silent[..236] {
         stream.set_read_timeout(Some(Duration::from_secs(5))).expect("timeout");
         assert_eq!(stream.read(&mut [0]).expect("it hung up"), 0);
     }
     assert_eq!(speak(address, &hello(&transport.info().build_id)).len(), 40, "a hello is answered");
+}
+
+#[test]
+fn a_hello_that_was_said_is_read_before_those_behind_it_take_its_place() {
+    let (transport, address) = bind();
+    let mut first = TcpStream::connect(address).expect("connect");
+    first.set_read_timeout(Some(Duration::from_secs(5))).expect("timeout");
+    first.write_all(&hello(&transport.info().build_id)).expect("write");
+    let silent: Vec<_> = (0..100).map(|_| TcpStream::connect(address).expect("connect")).collect();
+    let mut said = Vec::new();
+    first.read_to_end(&mut said).expect("it hung up");
+    assert_eq!((said.len(), transport.counters().refused_for(Refusal::Unknown)), (40, 1));
+    drop(silent);
 }
 
 #[test]

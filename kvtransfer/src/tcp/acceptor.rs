@@ -28,8 +28,8 @@ pub(super) fn run(table: Arc<Table>, listener: std::net::TcpListener) -> io::Res
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
     listener.set_nonblocking(true)?;
     runtime.block_on(async {
-        let half_open = HalfOpen { table, hellos: JoinSet::new(), oldest_first: VecDeque::new() };
-        half_open.accept(&TcpListener::from_std(listener)?).await;
+        let newcomers = Newcomers { table, hellos: JoinSet::new(), oldest_first: VecDeque::new() };
+        newcomers.accept(&TcpListener::from_std(listener)?).await;
         Ok(())
     })
 }
@@ -42,19 +42,23 @@ struct Caller {
 }
 
 /// Accepted, and without a hello.
-struct HalfOpen {
+struct Newcomers {
     table: Arc<Table>,
     hellos: JoinSet<Result<Caller, TransferError>>,
     /// Who said hello meanwhile is among them until the next newcomer.
     oldest_first: VecDeque<AbortHandle>,
 }
 
-impl HalfOpen {
+impl Newcomers {
     async fn accept(mut self, listener: &TcpListener) {
         while !self.table.closing.load(Ordering::SeqCst) {
             tokio::select! {
                 accepted = listener.accept() => match accepted {
-                    Ok((stream, _)) => self.enter(stream),
+                    Ok((stream, _)) => {
+                        self.enter(stream);
+                        // However many wait behind it: what it has said already is read before they take its place.
+                        tokio::task::yield_now().await;
+                    }
                     // Out of descriptors, or shut down: the loop's condition tells; do not spin on the former.
                     Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
                 },
@@ -108,13 +112,13 @@ impl HalfOpen {
                     let _place = place;
                     attached.read(opener);
                 };
-                // No thread: all of it is dropped, and the connection ends.
-                let _ = std::thread::Builder::new().name("kv-tcp-read".into()).spawn(serve);
+                // Without a thread all of it is dropped, and the connection ends.
+                if let Err(error) = std::thread::Builder::new().name("kv-tcp-read".into()).spawn(serve) {
+                    tracing::warn!(%error, "no thread for a KV connection");
+                }
             }
             Err(error) => {
                 tracing::warn!("KV connection refused: {error}");
-                // Its hand-off may be open by now, and nobody else would fail it.
-                table.registry.fence(peer);
                 // A refusal was counted by its reason.
                 if error.refusal.is_none() {
                     table.registry.violation();

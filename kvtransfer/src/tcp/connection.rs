@@ -47,7 +47,7 @@ impl Connection {
         Ok(Self::start(stream, config, peer, arena, greeted)?)
     }
 
-    /// Opens what a hello asks for, and welcomes its sender. Does not wait: the stream does not block yet.
+    /// Opens what a hello asks for, and welcomes its sender. Takes a stream that does not block, so it does not wait.
     pub fn accept(
         stream: TcpStream,
         said: &Said,
@@ -57,8 +57,11 @@ impl Connection {
     ) -> Result<(Self, Opener), TransferError> {
         prepare(&stream, config)?;
         let greeted = greeting::answer(&stream, said, &config.build_id(), registry, peer)?;
-        stream.set_nonblocking(false)?;
-        Ok(Self::start(stream, config, peer, registry.arena().clone(), greeted)?)
+        let started = stream
+            .set_nonblocking(false)
+            .and_then(|()| Self::start(stream, config, peer, registry.arena().clone(), greeted));
+        // Its hand-off is open, and nobody else would fail it.
+        Ok(started.inspect_err(|_| registry.fence(peer))?)
     }
 
     pub fn peer(&self) -> PeerId {

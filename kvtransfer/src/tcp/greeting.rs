@@ -63,7 +63,7 @@ pub(super) struct Said {
     payload: Vec<u8>,
 }
 
-/// Waits for a hello.
+/// Waits for a hello, for as long as its caller does.
 ///
 /// # Errors
 /// `Corrupt` for what is none, those of the socket.
@@ -111,7 +111,9 @@ pub(super) fn answer(
     };
     let (secret, nonces) = (authenticated.secret(), Nonces { sender: hello.nonce, receiver: rand::random() });
     let welcome = secret.welcome(Way::Sent, nonces, hello.about, &[]);
-    stream.write_all(&[&prelude(&Header::Welcome(hello.handoff), welcome.len() as u64)[..], &welcome].concat())?;
+    let welcome = [&prelude(&Header::Welcome(hello.handoff), welcome.len() as u64)[..], &welcome].concat();
+    // Its hand-off is open, and nobody else would fail it.
+    stream.write_all(&welcome).inspect_err(|_| registry.fence(peer))?;
     Ok(Greeted::new(secret, nonces, Direction::ToSender, Direction::ToReceiver))
 }
 
