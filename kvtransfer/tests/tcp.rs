@@ -12,8 +12,12 @@ use tandem_memory::HostMemory;
 use tandem_proto::{HandoffId, Incarnation};
 
 fn bind() -> (Arc<TcpTransport>, SocketAddr) {
+    bind_with(TcpConfig::default())
+}
+
+fn bind_with(config: TcpConfig) -> (Arc<TcpTransport>, SocketAddr) {
     let arena = Arena::new(HostMemory::zeroed(64 * 8).expect("little"), 64, 1);
-    let transport = TcpTransport::bind((Ipv4Addr::LOCALHOST, 0).into(), arena, TcpConfig::default()).expect("bind");
+    let transport = TcpTransport::bind((Ipv4Addr::LOCALHOST, 0).into(), arena, config).expect("bind");
     let address = String::from_utf8(transport.address()).expect("text").parse().expect("address");
     (transport, address)
 }
@@ -87,7 +91,7 @@ fn connections_without_a_hello_make_room_for_those_with_one() {
 }
 
 #[test]
-fn a_hello_that_was_said_is_read_before_those_behind_it_take_its_place() {
+fn a_hello_that_was_sent_is_read_before_those_behind_it_take_its_place() {
     let (transport, address) = bind();
     let mut first = TcpStream::connect(address).expect("connect");
     first.set_read_timeout(Some(Duration::from_secs(5))).expect("timeout");
@@ -101,10 +105,8 @@ fn a_hello_that_was_said_is_read_before_those_behind_it_take_its_place() {
 
 #[test]
 fn a_transport_that_ends_hangs_up_on_newcomers() {
-    let arena = Arena::new(HostMemory::zeroed(64 * 8).expect("little"), 64, 1);
-    let config = TcpConfig { connect_timeout: Duration::from_secs(60), ..TcpConfig::default() };
-    let transport = TcpTransport::bind((Ipv4Addr::LOCALHOST, 0).into(), arena, config).expect("bind");
-    let address = String::from_utf8(transport.address()).expect("text");
+    let (transport, address) =
+        bind_with(TcpConfig { connect_timeout: Duration::from_secs(60), ..TcpConfig::default() });
     let mut silent = TcpStream::connect(address).expect("connect");
     silent.set_read_timeout(Some(Duration::from_secs(10))).expect("timeout");
     drop(transport);
@@ -118,12 +120,8 @@ fn a_transport_that_ends_hangs_up_on_newcomers() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn encryption_is_for_both_or_none_and_the_words_name_the_flag() {
-    let encrypted = || {
-        let arena = Arena::new(HostMemory::zeroed(64 * 8).expect("little"), 64, 1);
-        let config = TcpConfig { protection: Protection::Encrypted, ..TcpConfig::default() };
-        TcpTransport::bind((Ipv4Addr::LOCALHOST, 0).into(), arena, config).expect("bind")
-    };
-    let (plain, encrypted) = (bind().0, encrypted());
+    let (encrypted, _) = bind_with(TcpConfig { protection: Protection::Encrypted, ..TcpConfig::default() });
+    let (plain, _) = bind();
     for (sender, receiver) in [(&plain, &encrypted), (&encrypted, &plain)] {
         let ticket = receiver.accept(grant(1)).expect("accept").ticket();
         let refused = sender.open(&ticket).await.err().expect("refused");
@@ -191,10 +189,8 @@ async fn encrypted_kv_cannot_be_read_on_the_way() {
 
 #[test]
 fn a_hello_that_trickles_in_does_not_keep_its_place() {
-    let arena = Arena::new(HostMemory::zeroed(64 * 8).expect("little"), 64, 1);
-    let config = TcpConfig { connect_timeout: Duration::from_millis(300), ..TcpConfig::default() };
-    let transport = TcpTransport::bind((Ipv4Addr::LOCALHOST, 0).into(), arena, config).expect("bind");
-    let address = String::from_utf8(transport.address()).expect("text");
+    let (transport, address) =
+        bind_with(TcpConfig { connect_timeout: Duration::from_millis(300), ..TcpConfig::default() });
     let mut stream = TcpStream::connect(address).expect("connect");
     stream.set_read_timeout(Some(Duration::from_millis(100))).expect("timeout");
     let start = Instant::now();

@@ -1,7 +1,7 @@
 //! Newcomers at the listening socket. One thread reads all their hellos, so that whoever says nothing costs a socket
 //! and no thread. A thread for the connection starts when its hello has opened a hand-off.
 //!
-//! Owns who has not said hello yet; `table` has all others, `greeting` the words.
+//! Owns those whose hello has not been received; `table` has all others, `greeting` the words.
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{AbortHandle, JoinError, JoinSet};
 
 use super::connection::Connection;
-use super::greeting::{Said, hear};
+use super::greeting::{HelloFrame, read_hello};
 use super::table::{Place, Table};
 use crate::error::TransferError;
 
@@ -34,10 +34,10 @@ pub(super) fn run(table: Arc<Table>, listener: std::net::TcpListener) -> io::Res
     })
 }
 
-/// A newcomer that has said hello.
+/// A newcomer whose hello was received.
 struct Caller {
     stream: TcpStream,
-    said: Said,
+    hello: HelloFrame,
     place: Place,
 }
 
@@ -45,7 +45,7 @@ struct Caller {
 struct Newcomers {
     table: Arc<Table>,
     hellos: JoinSet<Result<Caller, TransferError>>,
-    /// Who said hello meanwhile is among them until the next newcomer.
+    /// Those whose hello was received meanwhile are among them until the next newcomer.
     oldest_first: VecDeque<AbortHandle>,
 }
 
@@ -56,13 +56,13 @@ impl Newcomers {
                 accepted = listener.accept() => match accepted {
                     Ok((stream, _)) => {
                         self.enter(stream);
-                        // However many wait behind it: what it has said already is read before they take its place.
+                        // However many wait behind it: what it has sent already is read before they take its place.
                         tokio::task::yield_now().await;
                     }
                     // Out of descriptors, or shut down: the loop's condition tells; do not spin on the former.
                     Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
                 },
-                Some(heard) = self.hellos.join_next() => self.leave(heard),
+                Some(received) = self.hellos.join_next() => self.leave(received),
             }
         }
     }
@@ -78,15 +78,15 @@ impl Newcomers {
         }
         let patience = self.table.config.connect_timeout;
         self.oldest_first.push_back(self.hellos.spawn(async move {
-            let heard = tokio::time::timeout(patience, hear(&mut stream)).await;
-            let said = heard.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
-            Ok(Caller { stream, said, place })
+            let hello = tokio::time::timeout(patience, read_hello(&mut stream)).await;
+            let hello = hello.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
+            Ok(Caller { stream, hello, place })
         }));
     }
 
-    fn leave(&self, heard: Result<Result<Caller, TransferError>, JoinError>) {
+    fn leave(&self, received: Result<Result<Caller, TransferError>, JoinError>) {
         let registry = &self.table.registry;
-        match heard {
+        match received {
             Ok(Ok(caller)) => self.open(caller),
             // No line for each, as they cost a stranger nothing: the counter tells.
             Ok(Err(error)) => {
@@ -99,21 +99,16 @@ impl Newcomers {
     }
 
     fn open(&self, caller: Caller) {
-        let Caller { stream, said, place } = caller;
+        let Caller { stream, hello, place } = caller;
         let (table, peer) = (&self.table, self.table.new_peer());
         let opened = stream
             .into_std()
             .map_err(TransferError::from)
-            .and_then(|stream| Connection::accept(stream, &said, &table.config, peer, &table.registry));
+            .and_then(|stream| Connection::accept(stream, &hello, &table.config, peer, &table.registry));
         match opened {
             Ok((connection, opener)) => {
                 let attached = table.attach(Arc::new(connection));
-                let serve = move || {
-                    let _place = place;
-                    attached.read(opener);
-                };
-                // Without a thread all of it is dropped, and the connection ends.
-                if let Err(error) = std::thread::Builder::new().name("kv-tcp-read".into()).spawn(serve) {
+                if let Err(error) = attached.start_reading(opener, Some(place)) {
                     tracing::warn!(%error, "no thread for a KV connection");
                 }
             }

@@ -10,7 +10,7 @@ use tandem_proto::HandoffId;
 
 use super::config::TcpConfig;
 use super::frame::garbage;
-use super::greeting::{self, Greeted, Said};
+use super::greeting::{self, Greeted, HelloFrame};
 use super::queue::FrameQueue;
 use super::reader::{Head, Reader};
 use super::sealing::{Opener, Protection};
@@ -50,13 +50,13 @@ impl Connection {
     /// Opens what a hello asks for, and welcomes its sender. Takes a stream that does not block, so it does not wait.
     pub fn accept(
         stream: TcpStream,
-        said: &Said,
+        hello: &HelloFrame,
         config: &TcpConfig,
         peer: PeerId,
         registry: &Registry,
     ) -> Result<(Self, Opener), TransferError> {
         prepare(&stream, config)?;
-        let greeted = greeting::answer(&stream, said, &config.build_id(), registry, peer)?;
+        let greeted = greeting::answer(&stream, hello, &config.build_id(), registry, peer)?;
         let started = stream
             .set_nonblocking(false)
             .and_then(|()| Self::start(stream, config, peer, registry.arena().clone(), greeted));

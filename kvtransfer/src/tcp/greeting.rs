@@ -57,8 +57,8 @@ pub(super) fn call(
     Ok(Greeted::new(secret, nonces, Direction::ToReceiver, Direction::ToSender))
 }
 
-/// A hello, all of it.
-pub(super) struct Said {
+/// A hello, all of it, not parsed yet.
+pub(super) struct HelloFrame {
     protocol: u32,
     payload: Vec<u8>,
 }
@@ -67,7 +67,7 @@ pub(super) struct Said {
 ///
 /// # Errors
 /// `Corrupt` for what is none, those of the socket.
-pub(super) async fn hear(stream: &mut tokio::net::TcpStream) -> Result<Said, TransferError> {
+pub(super) async fn read_hello(stream: &mut tokio::net::TcpStream) -> Result<HelloFrame, TransferError> {
     let mut head = [0; PRELUDE_BYTES];
     stream.read_exact(&mut head).await?;
     let Some((Header::Hello { protocol }, len)) = parse_prelude(&head) else { return Err(garbage()) };
@@ -76,7 +76,7 @@ pub(super) async fn hear(stream: &mut tokio::net::TcpStream) -> Result<Said, Tra
     }
     let mut payload = vec![0; len as usize];
     stream.read_exact(&mut payload).await?;
-    Ok(Said { protocol, payload })
+    Ok(HelloFrame { protocol, payload })
 }
 
 /// Opens a hello's hand-off for `peer`, and welcomes it. The stream does not block: it is new, so a few bytes have
@@ -86,15 +86,15 @@ pub(super) async fn hear(stream: &mut tokio::net::TcpStream) -> Result<Said, Tra
 /// `Incompatible` for another build, the refusal, `Corrupt` for what is no hello.
 pub(super) fn answer(
     mut stream: &TcpStream,
-    said: &Said,
+    frame: &HelloFrame,
     build_id: &str,
     registry: &Registry,
     peer: PeerId,
 ) -> Result<Greeted, TransferError> {
-    let hello = Hello::parse(&said.payload).ok_or_else(garbage)?;
-    if said.protocol != PROTOCOL_VERSION || hello.about != build_id.as_bytes() {
+    let hello = Hello::parse(&frame.payload).ok_or_else(garbage)?;
+    if frame.protocol != PROTOCOL_VERSION || hello.about != build_id.as_bytes() {
         let differs = difference(build_id, &String::from_utf8_lossy(hello.about));
-        let message = format!("the KV sender is of another build (protocol {}): {differs}", said.protocol);
+        let message = format!("the KV sender is of another build (protocol {}): {differs}", frame.protocol);
         return Err(TransferError::new(TransferErrorKind::Incompatible, message));
     }
     let opened = registry.authenticate(&hello).and_then(|authenticated| {

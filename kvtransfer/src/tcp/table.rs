@@ -1,6 +1,7 @@
 //! All connections of a node: how many may come, who was dialled, and what must happen when one ends. `acceptor` lets
 //! newcomers in, `connection` moves the frames.
 use std::collections::HashMap;
+use std::io;
 use std::net::{TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -120,7 +121,7 @@ impl Table {
         let (connection, opener) = Connection::dial(stream, &self.config, self.new_peer(), arena, secret)?;
         let attached = self.attach(Arc::new(connection));
         let connection = attached.connection.clone();
-        std::thread::Builder::new().name("kv-tcp-read".into()).spawn(move || attached.read(opener))?;
+        attached.start_reading(opener, None)?;
         Ok(connection)
     }
 
@@ -156,8 +157,20 @@ pub(super) struct Attached {
 }
 
 impl Attached {
-    /// Reads until the connection ends.
-    pub(super) fn read(mut self, opener: Opener) {
+    /// Reads in a thread of its own until the connection ends. The place of an accepted one is free from then on.
+    ///
+    /// # Errors
+    /// Without a thread the connection ends at once.
+    pub(super) fn start_reading(self, opener: Opener, place: Option<Place>) -> io::Result<()> {
+        let read = move || {
+            let _place = place;
+            self.read(opener);
+        };
+        std::thread::Builder::new().name("kv-tcp-read".into()).spawn(read).map(|_| ())
+    }
+
+    /// Of its own, so that the thread's closure takes all of `self`: a copy of `ended` would not reach `drop`.
+    fn read(mut self, opener: Opener) {
         self.ended = Some(self.connection.read_loop(opener, &self.table.registry, &self.table.pending));
     }
 }
