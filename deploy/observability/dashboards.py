@@ -773,13 +773,14 @@ FAILURES = [
         [("{{instance}}", 'sum by (instance) (increase(tandem_strangers_refused_total{job=~"$job"}RATE))')],
     ),
     series(
-        "Connections closed",
+        "Connections closed or throttled",
         "short",
         "In each interval: idle ones that made room, and newcomers refused because all were busy"
-        " (--max-connections).",
+        " (--max-connections); throttled: read later because of their errors.",
         [
             ("{{port}} made room", "sum by (port) (increase(tandem_connections_evicted_total{ROUTER}RATE))"),
             ("{{port}} refused", "sum by (port) (increase(tandem_connections_refused_total{ROUTER}RATE))"),
+            ("{{port}} throttled", "sum by (port) (increase(tandem_connections_throttled_total{ROUTER}RATE))"),
         ],
     ),
     series(

@@ -287,7 +287,7 @@ async fn bind_next_free(name: &str, address: SocketAddr, limits: Limits) -> anyh
 async fn bind(name: &str, address: SocketAddr, limits: Limits) -> anyhow::Result<(Port, SocketAddr)> {
     let listener = TcpListener::bind(address).await.with_context(|| format!("cannot listen on --{name} {address}"))?;
     let address = listener.local_addr()?;
-    Ok((Port::new(listener, limits), address))
+    Ok((Port::new(listener, limits).throttling_errors(), address))
 }
 
 /// New keys work and old ones do not from the signal on.

@@ -248,8 +248,10 @@ mod tests {
         );
         let depths = vec![("team".into(), 7)];
         let index = IndexTotals { blocks: 5, limit: 9, evicted: 2, gaps: 1 };
-        let ports =
-            vec![("http", Occupancy { open: 6, evicted: 4, refused: 2, failed: 3, certificate_not_after: Some(7) })];
+        let ports = vec![(
+            "http",
+            Occupancy { open: 6, evicted: 4, refused: 2, failed: 3, throttled: 9, certificate_not_after: Some(7) },
+        )];
         let way_fallbacks = [(("ucx/shm".into(), "tcp".into()), 7)].into();
         let registered = Some(("etcd://h:1/p".into(), true));
         metrics.text(accept, &Seen { breakers, index, depths, ports, way_fallbacks, registered, ..Seen::default() }).1
@@ -276,6 +278,7 @@ mod tests {
             "tandem_connections{role=\"router\",instance=\"r0\",port=\"http\"} 6",
             "tandem_connections_evicted_total{role=\"router\",instance=\"r0\",port=\"http\"} 4",
             "tandem_connections_refused_total{role=\"router\",instance=\"r0\",port=\"http\"} 2",
+            "tandem_connections_throttled_total{role=\"router\",instance=\"r0\",port=\"http\"} 9",
             "tandem_certificate_not_after_seconds{role=\"router\",instance=\"r0\",port=\"http\"} 7",
             "tandem_etcd_registered{role=\"router\",instance=\"r0\",etcd=\"etcd://h:1/p\"} 1",
             "tandem_waiting_for_node_requests{role=\"router\",instance=\"r0\"} 1",

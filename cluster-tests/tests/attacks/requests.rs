@@ -253,9 +253,13 @@ async fn deadlines(target: &Target) -> anyhow::Result<String> {
         let request = target.client().post(&url).bearer_auth(VICTIM).header("content-type", "application/json");
         crate::target::told(request.header("x-request-timeout-ms", "1").body(body.clone()).send().await?).await
     };
+    let outcomes = futures::future::join_all((0..target.count(50, 1000)).map(ask)).await;
+    let all = outcomes.len();
+    // Where connections wait after too many errors, some make room for others at a full port.
+    let answers: Vec<_> = outcomes.into_iter().flatten().collect();
+    ensure!(answers.len() > all / 2, "{} of {all} were answered", answers.len());
     let mut told = String::new();
-    for outcome in futures::future::join_all((0..target.count(50, 1000)).map(ask)).await {
-        let (status, body) = outcome?;
+    for (status, body) in answers {
         told = refusal(status, &body, if status == 429 { 429 } else { 504 })?;
     }
     Ok(told)

@@ -8,7 +8,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::time::{Sleep, sleep};
+use tokio::time::{Sleep, sleep, sleep_until};
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
 use crate::gathering::Gathering;
@@ -37,6 +37,8 @@ pub(crate) struct Connection {
     lingers: Lingers,
     joins_frames: bool,
     turn: Turn,
+    /// Until when it is not read, as it caused errors.
+    throttled: Option<Pin<Box<Sleep>>>,
     place: Place,
 }
 
@@ -108,6 +110,7 @@ impl Connection {
             lingers: Lingers::Never,
             joins_frames: false,
             turn: Turn::default(),
+            throttled: None,
             place,
         }
     }
@@ -142,6 +145,22 @@ impl Connection {
     /// read.
     pub(crate) fn of_either_within(self, silence: Duration) -> Self {
         Self { greeting: Some(Greeting::within(silence)), lingers: Lingers::WhenUnread, ..self }
+    }
+
+    /// Ready when it may be read, where it caused errors.
+    fn poll_unthrottled(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        loop {
+            if let Some(wait) = &mut self.throttled {
+                ready!(wait.as_mut().poll(cx));
+                self.throttled = None;
+            }
+            if !self.place.owes() {
+                return Poll::Ready(());
+            }
+            // Who paid before more came would have paid before a thousand ask at once.
+            ready!(self.stream.poll_readable(cx));
+            self.throttled = self.place.pay().map(|until| Box::pin(sleep_until(until)));
+        }
     }
 
     /// Ready when the client has ended, the place went to another, or the time is up.
@@ -194,6 +213,7 @@ impl AsyncRead for Connection {
         if self.place.is_over(cx) {
             return Poll::Ready(Ok(()));
         }
+        ready!(self.poll_unthrottled(cx));
         ready!(self.turn.poll(cx));
         let (before, room) = (buf.filled().len(), buf.remaining());
         let polled = Pin::new(&mut self.stream).poll_read(cx, buf);

@@ -103,6 +103,6 @@ where
         });
         let Some(exchange) = exchange else { return Box::pin(self.0.call(request)) };
         let answered = self.0.call(request.map(|body| Body::new(exchange.asked(body))));
-        Box::pin(async move { Ok(answered.await?.map(|body| Body::new(exchange.answered(body)))) })
+        Box::pin(async move { Ok(exchange.answered(answered.await?).map(Body::new)) })
     }
 }

@@ -4,7 +4,9 @@ use std::pin::Pin;
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Context, Poll};
 
+use hyper::Response;
 use hyper::body::{Body, Frame, SizeHint};
+use tonic::Status;
 
 use crate::places::{Call, Calls};
 
@@ -30,10 +32,19 @@ impl Exchange {
     }
 
     /// Wraps the response's body.
-    pub fn answered<B>(self, body: B) -> Held<B> {
+    pub fn answered<B>(self, response: Response<B>) -> Response<Held<B>> {
         begin(&self.calls, &self.call);
-        Held { body, _exchange: self }
+        if is_error(&response) {
+            self.calls.erred();
+        }
+        response.map(|body| Held { body, _exchange: self })
     }
+}
+
+/// Of HTTP, or of gRPC before its first message: that stands in the headers ("Trailers-Only").
+fn is_error<B>(response: &Response<B>) -> bool {
+    let (status, of_grpc) = (response.status(), response.headers().get(Status::GRPC_STATUS));
+    status.is_client_error() || status.is_server_error() || of_grpc.is_some_and(|status| status != "0")
 }
 
 fn begin(calls: &Calls, call: &OnceLock<Call>) {

@@ -91,7 +91,7 @@ fn answer(
             request if !names_host(request) => no_host(),
             _ => app.oneshot(request.map(Body::new)).await?,
         };
-        Ok(response.map(|body| exchange.answered(body)))
+        Ok(exchange.answered(response))
     }
 }
 

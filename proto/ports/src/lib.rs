@@ -31,6 +31,7 @@ mod places;
 mod refusals;
 mod socket;
 mod stream;
+mod throttle;
 mod tls;
 mod verify;
 mod who;
@@ -59,6 +60,7 @@ pub use crate::pem::TlsError;
 pub use crate::places::{Occupancy, Places};
 use crate::socket::Socket;
 use crate::stream::Stream;
+use crate::throttle::Throttle;
 pub use crate::tls::{Tls, TlsFiles};
 use crate::who::Who;
 
@@ -161,6 +163,13 @@ impl Port {
     /// last message of a call leaves with its trailers in one write. Larger ones take two writes.
     pub fn of_short_frames(self) -> Self {
         Self { joins_frames: true, ..self }
+    }
+
+    /// The same, where anybody may ask: connections that cause many errors are served one after the other, so that the
+    /// others are served meanwhile. Called within the runtime that serves it.
+    pub fn throttling_errors(self) -> Self {
+        let threads = tokio::runtime::Handle::current().metrics().num_workers();
+        Self { places: self.places.throttling(Throttle::new(threads)), ..self }
     }
 
     /// Who has a place, and until when its certificate is good, for metrics.

@@ -10,14 +10,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Context;
 
 use futures::task::AtomicWaker;
+use tokio::time::Instant;
 
 use crate::Within;
+use crate::throttle::Throttle;
 
 /// The places of one port, as seen from outside.
 #[derive(Clone)]
 pub struct Places {
     table: Arc<Mutex<Table>>,
     within: Within,
+    throttle: Option<Arc<Throttle>>,
 }
 
 /// How a port is occupied, and until when it may be trusted.
@@ -31,6 +34,8 @@ pub struct Occupancy {
     pub refused: u64,
     /// Connections that the port ended because of what they sent, or did not send or read in time, since the start.
     pub failed: u64,
+    /// Times that a connection had to wait because of its errors, before it was read, since the start.
+    pub throttled: u64,
     /// The Unix second at which its certificate ends, or one of the authorities' behind it; `None`: it has none.
     pub certificate_not_after: Option<u64>,
 }
@@ -64,6 +69,8 @@ struct Signs {
     calls: AtomicU32,
     /// The last answer may not be with the system yet.
     unflushed: AtomicBool,
+    /// Requests that were answered with an error, and not paid for.
+    errors: AtomicU32,
     /// A request was answered before its body was read to the end: the client may still be sending.
     unread: AtomicBool,
     /// Somebody else has the place.
@@ -97,7 +104,8 @@ pub(crate) struct Call(Calls);
 impl Places {
     /// For so many connections.
     pub(crate) fn new(limit: usize) -> Self {
-        Self { table: Arc::new(Mutex::new(Table { limit: limit.max(1), ..Table::default() })), within: Within::Nothing }
+        let table = Arc::new(Mutex::new(Table { limit: limit.max(1), ..Table::default() }));
+        Self { table, within: Within::Nothing, throttle: None }
     }
 
     /// The same ones, of a port within this.
@@ -105,12 +113,18 @@ impl Places {
         Self { within, ..self.clone() }
     }
 
+    /// The same ones, whose connections are throttled by their errors.
+    pub(crate) fn throttling(self, throttle: Throttle) -> Self {
+        Self { throttle: Some(Arc::new(throttle)), ..self }
+    }
+
     /// How they are occupied.
     pub fn occupancy(&self) -> Occupancy {
         let certificate_not_after = self.within.not_after();
+        let throttled = self.throttle.as_ref().map_or(0, |throttle| throttle.waits());
         let Table { seats, evicted, refused, failed, .. } = &*self.lock();
         let (evicted, refused, failed) = (*evicted, *refused, *failed);
-        Occupancy { open: seats.len(), evicted, refused, failed, certificate_not_after }
+        Occupancy { open: seats.len(), evicted, refused, failed, throttled, certificate_not_after }
     }
 
     /// A place for a newcomer, half-open for now; `None`: all others are busy.
@@ -231,6 +245,20 @@ impl Place {
         is(&signs.evicted) && signs.calls.load(Ordering::SeqCst) == 0 && !is(&signs.unflushed)
     }
 
+    /// Whether the connection caused errors that it has not paid for. While a request of it is being answered it need
+    /// not: that may be another client's, behind the same proxy.
+    pub fn owes(&self) -> bool {
+        let Calls { signs, places, .. } = &self.calls;
+        places.throttle.is_some() && signs.errors.load(Ordering::SeqCst) > 0 && signs.calls.load(Ordering::SeqCst) == 0
+    }
+
+    /// Pays for one of these errors. Until when the connection waits; `None`: it does not.
+    pub fn pay(&self) -> Option<Instant> {
+        let Calls { signs, places, .. } = &self.calls;
+        signs.errors.fetch_sub(1, Ordering::SeqCst);
+        places.throttle.as_ref()?.until(Instant::now())
+    }
+
     /// The client has sent something.
     pub fn stirs(&self) {
         self.calls.signs.amid.store(true, Ordering::SeqCst);
@@ -289,6 +317,11 @@ impl Calls {
         if is(&self.signs.amid) && !is(&self.signs.left) && !is(&self.signs.evicted) {
             self.places.failed();
         }
+    }
+
+    /// A request is answered with an error.
+    pub fn erred(&self) {
+        self.signs.errors.fetch_add(1, Ordering::SeqCst);
     }
 
     /// The body of a request was dropped before its end.

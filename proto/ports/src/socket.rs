@@ -25,6 +25,11 @@ impl Socket {
     pub fn peer_addr(&self) -> Option<SocketAddr> {
         self.stream.peer_addr().ok()
     }
+
+    /// Ready when a read is likely to find something, an end or an error.
+    pub fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<()> {
+        self.stream.poll_read_ready(cx).map(drop)
+    }
 }
 
 /// Whether it is the error of a client that took nothing: the system's own, of a host that is gone, has a number.

@@ -70,6 +70,19 @@ impl Stream {
             _ => Poll::Ready(Ok(())),
         }
     }
+
+    /// Ready when a read is likely to find something, or an end; within TLS this may be too little for a read.
+    pub fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<()> {
+        match self {
+            Self::Plain(socket) => socket.poll_readable(cx),
+            Self::Tls(stream) => match stream.get_ref() {
+                (socket, tls) if tls.wants_read() => socket.poll_readable(cx),
+                // The rest of what came, or its end, is with rustls.
+                _ => Poll::Ready(()),
+            },
+            Self::Handshake(_) | Self::Refused(_) => Poll::Ready(()),
+        }
+    }
 }
 
 impl Handshake {

@@ -126,6 +126,32 @@ async fn ask(address: SocketAddr, client: &TlsConnector) -> std::io::Result<Stri
 }
 
 #[tokio::test]
+async fn who_causes_many_errors_within_tls_waits_and_is_answered() {
+    const AT_ONCE: usize = 100;
+    let ours = Authority::new();
+    let (port, address) = bind(Tls::read(&ours.server(None)).expect("good files")).await;
+    let port = port.throttling_errors();
+    let places = port.places();
+    tokio::spawn(serve_http(port, axum::Router::new(), CancellationToken::new()));
+    let stream = TcpStream::connect(address).await.expect("connect");
+    let name = ServerName::try_from("localhost").expect("a name");
+    let mut stream = ours.client(None, "http/1.1").connect(name, stream).await.expect("let in");
+    // The requests of a record are read in pieces, and the rest of it is with rustls meanwhile.
+    let request = format!("GET /nonsense?{} HTTP/1.1\r\nhost: localhost\r\n\r\n", "x".repeat(300));
+    for _ in 0..3 {
+        stream.write_all(request.repeat(AT_ONCE).as_bytes()).await.expect("written");
+        let mut said = String::new();
+        while said.matches("404 Not Found").count() < AT_ONCE {
+            let mut piece = [0; 4096];
+            let read = tokio::time::timeout(BOUND, stream.read(&mut piece)).await.expect("in time").expect("open");
+            assert_ne!(read, 0, "{said}");
+            said += str::from_utf8(&piece[..read]).expect("text");
+        }
+    }
+    assert!(places.occupancy().throttled > 0);
+}
+
+#[tokio::test]
 async fn clients_are_answered_within_tls_and_strangers_are_not() {
     let ours = Authority::new();
     let address = serve(&ours.server(None)).await;

@@ -22,6 +22,7 @@ pub(super) struct PortMetrics {
     evicted: Family<OfPort, Counter>,
     refused: Family<OfPort, Counter>,
     failed: Family<OfPort, Counter>,
+    throttled: Family<OfPort, Counter>,
     certificates: Family<OfPort, Gauge>,
 }
 
@@ -45,6 +46,11 @@ impl PortMetrics {
             own.failed.clone(),
         );
         registry.register(
+            "tandem_connections_throttled",
+            "Times that a connection had to wait because of its errors, before it was read",
+            own.throttled.clone(),
+        );
+        registry.register(
             "tandem_certificate_not_after_seconds",
             "Unix time at which a port's certificate ends, or one of the authorities' behind it",
             own.certificates.clone(),
@@ -60,6 +66,7 @@ impl PortMetrics {
             self.evicted.get_or_create(&of).inner().store(now.evicted, Ordering::Relaxed);
             self.refused.get_or_create(&of).inner().store(now.refused, Ordering::Relaxed);
             self.failed.get_or_create(&of).inner().store(now.failed, Ordering::Relaxed);
+            self.throttled.get_or_create(&of).inner().store(now.throttled, Ordering::Relaxed);
             if let Some(seconds) = now.certificate_not_after {
                 self.certificates.get_or_create(&of).set(i64::try_from(seconds).unwrap_or(i64::MAX));
             }
