@@ -231,6 +231,7 @@ impl Ports {
         let nodes = bind_if("nodes", config.nodes, limits).await?;
         let admin = bind_if("admin", config.admin, ADMIN_LIMITS).await?;
         let (http, grpc) = (http.secured(tls.clone()), grpc.secured(tls));
+        let (http, grpc) = (http.throttling_errors(), grpc.throttling_errors());
         let nodes = nodes.map(|(port, address)| (port.of_cluster(node_tls), address));
         Ok(Self { http, http_address, grpc, grpc_address, nodes, admin, scheme, nodes_scheme })
     }
@@ -287,7 +288,7 @@ async fn bind_next_free(name: &str, address: SocketAddr, limits: Limits) -> anyh
 async fn bind(name: &str, address: SocketAddr, limits: Limits) -> anyhow::Result<(Port, SocketAddr)> {
     let listener = TcpListener::bind(address).await.with_context(|| format!("cannot listen on --{name} {address}"))?;
     let address = listener.local_addr()?;
-    Ok((Port::new(listener, limits).throttling_errors(), address))
+    Ok((Port::new(listener, limits), address))
 }
 
 /// New keys work and old ones do not from the signal on.

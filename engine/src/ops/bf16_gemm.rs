@@ -2,8 +2,9 @@
 //! to 8 bits are exact in bf16; their scales multiply the f32 sum of each group of 32 `k`), sums are f32.
 //!
 //! Every output element is one fixed sequence of operations, in every tile shape: for each group ascending, the sum of
-//! its 16 pairs ascending from zero, times the scale, plus the total; then the offset times the sum of the group's `x`.
-//! Of Q6_K, which has two scales a group and no offset: the sum of 8 pairs times the first, then of 8 times the second.
+//! its 16 pairs ascending from zero, times the scale, plus the total; then, where the format has offsets, the offset
+//! times the sum of the group's `x`. Of Q6_K, which has two scales a group: the sum of 8 pairs times the first, then of
+//! 8 times the second.
 //! So a row gives the same bits alone, in a batch, in a prompt and in its chunks.
 //!
 //! Rows are multiplied in tiles of up to eight: their sums stay in registers over a group, and nothing is put down
@@ -136,9 +137,10 @@ unsafe fn panel_of<F: Format>(scratch: &mut Scratch, panel: *const u8, target: T
             expand::<F>(&mut scratch.expanded, panel, slice.clone());
             let (blocks, next) = (scratch.expanded.as_ptr(), F::KIND.block(panel, slice.end).scales);
             let bytes = F::KIND.panel_bytes(SLICE * BLOCK) / SLICE;
-            match F::SCALES {
-                1 => tiles(scratch, Expanded::<1> { first, blocks, next, bytes }, slice, target),
-                _ => tiles(scratch, Expanded::<2> { first, blocks, next, bytes }, slice, target),
+            match (F::SCALES, F::OFFSETS) {
+                (1, true) => tiles(scratch, Expanded::<1, true> { first, blocks, next, bytes }, slice, target),
+                (1, false) => tiles(scratch, Expanded::<1, false> { first, blocks, next, bytes }, slice, target),
+                _ => tiles(scratch, Expanded::<2, false> { first, blocks, next, bytes }, slice, target),
             }
         }
     }
@@ -151,6 +153,8 @@ unsafe fn panel_of<F: Format>(scratch: &mut Scratch, panel: *const u8, target: T
 trait Weights: Copy {
     /// As [`Format::SCALES`].
     const SCALES: usize;
+    /// As [`Format::OFFSETS`].
+    const OFFSETS: bool;
     /// Asks memory for what is needed later, while so many rows are multiplied.
     unsafe fn ask_ahead(self, group: usize, rows: usize);
     /// As [`Format::two_pairs`].
@@ -172,6 +176,7 @@ impl<F> Copy for Packed<F> {}
 
 impl<F: Format> Weights for Packed<F> {
     const SCALES: usize = F::SCALES;
+    const OFFSETS: bool = F::OFFSETS;
     #[inline(always)]
     unsafe fn ask_ahead(self, group: usize, rows: usize) {
         // Few rows wait for their weights. More take longer than integers take to come, and then want them close by.
@@ -207,7 +212,7 @@ impl ExpandedBlock {
 
 /// From a slice of the panel that was expanded; meanwhile the next one is asked for.
 #[derive(Clone, Copy)]
-struct Expanded<const SCALES: usize> {
+struct Expanded<const SCALES: usize, const OFFSETS: bool> {
     /// Group.
     first: usize,
     blocks: *const ExpandedBlock,
@@ -216,8 +221,9 @@ struct Expanded<const SCALES: usize> {
     bytes: usize,
 }
 
-impl<const SCALES: usize> Weights for Expanded<SCALES> {
+impl<const SCALES: usize, const OFFSETS: bool> Weights for Expanded<SCALES, OFFSETS> {
     const SCALES: usize = SCALES;
+    const OFFSETS: bool = OFFSETS;
     #[inline(always)]
     unsafe fn ask_ahead(self, group: usize, _rows: usize) {
         prefetch(CacheLevel::First, self.next.wrapping_add((group - self.first) * self.bytes), self.bytes);
@@ -339,7 +345,7 @@ unsafe fn tile<W: Weights, const M: usize>(
                     *totals = with_sums(*totals, sums, &scales, part);
                 }
             }
-            if W::SCALES == 1 {
+            if W::OFFSETS {
                 for (m, totals) in totals.iter_mut().enumerate() {
                     let x_sum = _mm512_set1_ps(*scratch.x_sums.as_ptr().add(row + m));
                     *totals = with_offset(*totals, &scales, x_sum);
@@ -387,8 +393,7 @@ unsafe fn with_sums(totals: [__m512; 2], sums: [__m512; 2], scales: &[[__m512; 2
     }
 }
 
-/// The totals with a group's offsets in them. Formats without scales or offsets have ones and zeros, which change
-/// nothing.
+/// The totals with a group's offsets in them.
 ///
 /// # Safety
 /// The caller has the features enabled.

@@ -149,18 +149,16 @@ impl Connection {
 
     /// Ready when it may be read, where it caused errors.
     fn poll_unthrottled(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        loop {
-            if let Some(wait) = &mut self.throttled {
-                ready!(wait.as_mut().poll(cx));
-                self.throttled = None;
-            }
-            if !self.place.owes() {
-                return Poll::Ready(());
-            }
+        if self.throttled.is_none() && self.place.owes() {
             // Who paid before more came would have paid before a thousand ask at once.
             ready!(self.stream.poll_readable(cx));
             self.throttled = self.place.pay().map(|until| Box::pin(sleep_until(until)));
         }
+        if let Some(wait) = &mut self.throttled {
+            ready!(wait.as_mut().poll(cx));
+            self.throttled = None;
+        }
+        Poll::Ready(())
     }
 
     /// Ready when the client has ended, the place went to another, or the time is up.

@@ -94,14 +94,19 @@ where
 
     fn call(&mut self, mut request: Request<Body>) -> Self::Future {
         let peer = request.extensions_mut().remove::<Peer>();
-        let exchange = peer.and_then(|Peer { address, who, calls }| {
+        let calls = peer.map(|Peer { address, who, calls }| {
             // What tonic's `remote_addr` looks for.
             request.extensions_mut().insert(address);
             // What a guard looks for.
             who.enter(request.extensions_mut());
-            (!request.uri().path().starts_with(PUBLIC)).then(|| Exchange::new(calls))
+            calls
         });
-        let Some(exchange) = exchange else { return Box::pin(self.0.call(request)) };
+        let Some(calls) = calls else { return Box::pin(self.0.call(request)) };
+        if request.uri().path().starts_with(PUBLIC) {
+            let answered = self.0.call(request);
+            return Box::pin(async move { answered.await.inspect(|response| calls.note(response)) });
+        }
+        let exchange = Exchange::new(calls);
         let answered = self.0.call(request.map(|body| Body::new(exchange.asked(body))));
         Box::pin(async move { Ok(exchange.answered(answered.await?).map(Body::new)) })
     }

@@ -6,7 +6,6 @@ use std::task::{Context, Poll};
 
 use hyper::Response;
 use hyper::body::{Body, Frame, SizeHint};
-use tonic::Status;
 
 use crate::places::{Call, Calls};
 
@@ -34,17 +33,9 @@ impl Exchange {
     /// Wraps the response's body.
     pub fn answered<B>(self, response: Response<B>) -> Response<Held<B>> {
         begin(&self.calls, &self.call);
-        if is_error(&response) {
-            self.calls.erred();
-        }
+        self.calls.note(&response);
         response.map(|body| Held { body, _exchange: self })
     }
-}
-
-/// Of HTTP, or of gRPC before its first message: that stands in the headers ("Trailers-Only").
-fn is_error<B>(response: &Response<B>) -> bool {
-    let (status, of_grpc) = (response.status(), response.headers().get(Status::GRPC_STATUS));
-    status.is_client_error() || status.is_server_error() || of_grpc.is_some_and(|status| status != "0")
 }
 
 fn begin(calls: &Calls, call: &OnceLock<Call>) {

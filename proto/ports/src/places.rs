@@ -10,7 +10,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Context;
 
 use futures::task::AtomicWaker;
+use hyper::Response;
 use tokio::time::Instant;
+use tonic::Status;
 
 use crate::Within;
 use crate::throttle::Throttle;
@@ -252,11 +254,10 @@ impl Place {
         places.throttle.is_some() && signs.errors.load(Ordering::SeqCst) > 0 && signs.calls.load(Ordering::SeqCst) == 0
     }
 
-    /// Pays for one of these errors. Until when the connection waits; `None`: it does not.
+    /// Pays for them. Until when the connection waits; `None`: it does not.
     pub fn pay(&self) -> Option<Instant> {
         let Calls { signs, places, .. } = &self.calls;
-        signs.errors.fetch_sub(1, Ordering::SeqCst);
-        places.throttle.as_ref()?.until(Instant::now())
+        places.throttle.as_ref()?.until(Instant::now(), signs.errors.swap(0, Ordering::SeqCst))
     }
 
     /// The client has sent something.
@@ -319,9 +320,11 @@ impl Calls {
         }
     }
 
-    /// A request is answered with an error.
-    pub fn erred(&self) {
-        self.signs.errors.fetch_add(1, Ordering::SeqCst);
+    /// A request is answered so.
+    pub fn note<B>(&self, response: &Response<B>) {
+        if is_error(response) {
+            self.signs.errors.fetch_add(1, Ordering::SeqCst);
+        }
     }
 
     /// The body of a request was dropped before its end.
@@ -335,6 +338,12 @@ impl Calls {
         self.places.lock().busy(self.id);
         Call(self.clone())
     }
+}
+
+/// Of HTTP, or of gRPC before its first message: that stands in the headers ("Trailers-Only").
+fn is_error<B>(response: &Response<B>) -> bool {
+    let (status, of_grpc) = (response.status(), response.headers().get(Status::GRPC_STATUS));
+    status.is_client_error() || status.is_server_error() || of_grpc.is_some_and(|status| status != "0")
 }
 
 impl Drop for Call {

@@ -1,9 +1,10 @@
 //! So many errors a millisecond. A thousand connections that ask at once for what is refused would keep a core for 70
 //! ms, and hold up the tokens of all others. Those that caused errors before are served one after the other instead.
 //!
-//! Who caused errors pays for them, one after the other, when more comes over its connection: an error shifts the
-//! throttle's clock by what it takes, and the connection goes on when that time has come (the generic cell rate
-//! algorithm). So there is no queue to bound, nobody overtakes, and who owes one error waits for one of each other's.
+//! Who caused errors pays for them when more comes over its connection: that shifts the throttle's clock by what they
+//! take, and is read when that time has come (the generic cell rate algorithm). So there is no queue to bound. Nobody
+//! waits longer than a second, whatever others did before: beyond that the clock starts anew, and more are served a
+//! millisecond.
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -14,11 +15,13 @@ use tokio::time::Instant;
 const ERRORS_PER_MS: u32 = 2;
 /// Errors in a row that nobody waits for, as time: a proxy's pool of connections after a node's end, say.
 const BURST: Duration = Duration::from_millis(20);
+/// Nobody waits longer. With two errors a millisecond, 2,000 connections that owe one each wait their turns.
+const LONGEST: Duration = Duration::from_secs(1);
 
 /// Of one port.
 pub(crate) struct Throttle {
     per_error: Duration,
-    /// When all errors that were paid for have had their time.
+    /// When all errors that were paid for have had their time, at most a burst and a second from now.
     paid: Mutex<Instant>,
     waits: AtomicU64,
 }
@@ -31,21 +34,33 @@ impl Throttle {
         Self { per_error, paid: Mutex::new(Instant::now()), waits: AtomicU64::new(0) }
     }
 
-    /// Until when a connection waits that pays for an error now; `None`: it does not.
-    pub fn until(&self, now: Instant) -> Option<Instant> {
-        let paid = {
+    /// Until when a connection waits that pays for so many errors now; `None`: it does not.
+    pub fn until(&self, now: Instant, errors: u32) -> Option<Instant> {
+        let wait = {
             let mut paid = self.paid.lock().unwrap_or_else(PoisonError::into_inner);
-            *paid = now.max(*paid) + self.per_error;
-            *paid
+            let ahead = paid.saturating_duration_since(now) + self.per_error.saturating_mul(errors);
+            let wait = within(ahead.saturating_sub(BURST), LONGEST);
+            *paid = now + ahead.min(BURST + wait);
+            wait
         };
-        let until = paid.checked_sub(BURST).filter(|until| *until > now)?;
+        if wait.is_zero() {
+            return None;
+        }
         self.waits.fetch_add(1, Ordering::Relaxed);
-        Some(until)
+        Some(now + wait)
     }
 
     /// How often a connection had to wait so far.
     pub fn waits(&self) -> u64 {
         self.waits.load(Ordering::Relaxed)
+    }
+}
+
+/// What is left of a wait when each `longest` of it begins anew.
+fn within(wait: Duration, longest: Duration) -> Duration {
+    match wait <= longest {
+        true => wait,
+        false => Duration::from_nanos((wait.as_nanos() % longest.as_nanos()) as u64),
     }
 }
 
@@ -55,22 +70,35 @@ mod tests {
 
     #[test]
     fn a_few_errors_cost_nothing_and_many_wait_in_order() {
-        for (threads, burst, per_error_us) in [(0, 40, 500), (1, 40, 500), (4, 160, 125)] {
+        for (threads, burst, first_us, second_us) in [(0, 40, 500, 2000), (1, 40, 500, 2000), (4, 160, 125, 500)] {
             let (throttle, now) = (Throttle::new(threads), Instant::now());
-            assert!((0..burst).all(|_| throttle.until(now).is_none()), "a burst");
-            for error in 1..=3 {
-                let wait = throttle.until(now).expect("it waits") - now;
-                assert_eq!(wait.as_micros(), error * per_error_us);
-            }
-            assert_eq!(throttle.waits(), 3);
+            assert_eq!(throttle.until(now, burst), None, "a burst");
+            let waits = [1, 3].map(|errors| (throttle.until(now, errors).expect("it waits") - now).as_micros());
+            assert_eq!(waits, [first_us, second_us]);
+            assert_eq!(throttle.waits(), 2);
         }
     }
 
     #[test]
     fn what_was_waited_for_is_forgotten() {
         let (throttle, start) = (Throttle::new(1), Instant::now());
-        let last = (0..1000).filter_map(|_| throttle.until(start)).last().expect("they wait");
-        assert!(throttle.until(last).is_some(), "the burst is used up");
-        assert_eq!(throttle.until(last + BURST * 2), None);
+        let until = throttle.until(start, 500).expect("it waits");
+        assert!(throttle.until(until, 1).is_some(), "the burst is used up");
+        assert_eq!(throttle.until(until + BURST * 2, 1), None);
+    }
+
+    #[test]
+    fn nobody_waits_longer_than_a_second_for_what_others_did() {
+        let (throttle, now) = (Throttle::new(1), Instant::now());
+        let waits: Vec<_> =
+            (0..5000).map(|_| throttle.until(now, 1).map_or(Duration::ZERO, |until| until - now)).collect();
+        assert_eq!(waits.iter().max(), Some(&LONGEST));
+        // Those beyond it are spread as well.
+        let in_first_half = waits.iter().filter(|wait| **wait < LONGEST / 2).count();
+        assert!((2400..2700).contains(&in_first_half), "{in_first_half}");
+        for errors in [60_000, u32::MAX] {
+            assert!(throttle.until(now, errors).is_none_or(|until| until - now <= LONGEST), "{errors}");
+        }
+        assert!(throttle.until(now, 1).is_none_or(|until| until - now <= LONGEST));
     }
 }

@@ -17,8 +17,10 @@ pub(super) const PAIRS: usize = BLOCK / 2;
 /// has the features enabled. All loads are unaligned ones.
 pub(super) trait Format {
     const KIND: WeightFormat;
-    /// Scales of a column: one, and an offset; or two and none, of the first and the last 16 `k`.
+    /// Scales of a column: one, or two, of the first and the last 16 `k`.
     const SCALES: usize = 1;
+    /// Whether a column has an offset.
+    const OFFSETS: bool = false;
     /// 16 columns (the left or the right ones) of the pairs `pair`, an even number, and `pair + 1`.
     unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2];
     /// See [`block_lanes::scales`].
@@ -120,6 +122,7 @@ const fn integers<const N: usize>(end: usize, centre: i32) -> [u16; N] {
 
 impl Format for Q4_1 {
     const KIND: WeightFormat = WeightFormat::Q4_1;
+    const OFFSETS: bool = true;
     #[inline(always)]
     unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
         // SAFETY: as the caller says; `pair / 4` is at most 3.
@@ -129,6 +132,7 @@ impl Format for Q4_1 {
 
 impl Format for Q4K {
     const KIND: WeightFormat = WeightFormat::Q4K;
+    const OFFSETS: bool = true;
     #[inline(always)]
     unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
         // SAFETY: as the caller says; `pair / 4` is at most 3.
@@ -138,6 +142,7 @@ impl Format for Q4K {
 
 impl Format for Q5_1 {
     const KIND: WeightFormat = WeightFormat::Q5_1;
+    const OFFSETS: bool = true;
     #[inline(always)]
     unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
         // SAFETY: as the caller says; `pair / 4` is at most 3.
@@ -147,6 +152,7 @@ impl Format for Q5_1 {
 
 impl Format for Q5K {
     const KIND: WeightFormat = WeightFormat::Q5K;
+    const OFFSETS: bool = true;
     #[inline(always)]
     unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
         // SAFETY: as the caller says; `pair / 4` is at most 3.
