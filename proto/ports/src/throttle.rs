@@ -91,11 +91,11 @@ mod tests {
     fn nobody_waits_longer_than_a_second_for_what_others_did() {
         let (throttle, now) = (Throttle::new(1), Instant::now());
         let waits: Vec<_> =
-            (0..5000).map(|_| throttle.until(now, 1).map_or(Duration::ZERO, |until| until - now)).collect();
+            (0..4040).map(|_| throttle.until(now, 1).map_or(Duration::ZERO, |until| until - now)).collect();
         assert_eq!(waits.iter().max(), Some(&LONGEST));
         // Those beyond it are spread as well.
         let in_first_half = waits.iter().filter(|wait| **wait < LONGEST / 2).count();
-        assert!((2400..2700).contains(&in_first_half), "{in_first_half}");
+        assert_eq!(in_first_half, 40 + 2 * 999);
         for errors in [60_000, u32::MAX] {
             assert!(throttle.until(now, errors).is_none_or(|until| until - now <= LONGEST), "{errors}");
         }
