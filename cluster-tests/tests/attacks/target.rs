@@ -88,6 +88,8 @@ impl Target {
         let cluster = Cluster::start(Options {
             transport: "tcp",
             simulated: true,
+            // The router's own default.
+            local_prefill: "auto",
             router_args: words(&format!("--api-keys {keys} --join-token-file {token} {doors} {limits}")),
             node_args: words(&format!("--threads 1 --kv-blocks {blocks} {STEP} --join-token-file {token}")),
             prefill_args: words(&format!("--kv-listen {}", kv[0])),
