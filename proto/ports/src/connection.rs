@@ -150,9 +150,11 @@ impl Connection {
     /// Ready when it may be read, where it caused errors.
     fn poll_unthrottled(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         if self.throttled.is_none() && self.place.owes() {
-            // Who paid before more came would have paid before a thousand ask at once.
-            ready!(self.stream.poll_readable(cx));
-            self.throttled = self.place.pay().map(|until| Box::pin(sleep_until(until)));
+            // Who paid before more came would have paid before a thousand ask at once. Who leaves pays nothing: a
+            // connection that waits for its end takes memory.
+            if ready!(self.stream.poll_readable(cx)) {
+                self.throttled = self.place.pay().map(|until| Box::pin(sleep_until(until)));
+            }
         }
         if let Some(wait) = &mut self.throttled {
             ready!(wait.as_mut().poll(cx));

@@ -2,11 +2,11 @@
 //! a client that reads nothing: its last word stands behind the bytes that are not read.
 use std::io;
 use std::net::SocketAddr;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::{Sleep, sleep};
 
@@ -26,9 +26,13 @@ impl Socket {
         self.stream.peer_addr().ok()
     }
 
-    /// Ready when a read is likely to find something, an end or an error.
-    pub fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<()> {
-        self.stream.poll_read_ready(cx).map(drop)
+    /// Ready when a read is likely to find something, an end or an error: whether more may come behind it.
+    pub fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<bool> {
+        if ready!(self.stream.poll_read_ready(cx)).is_err() {
+            return Poll::Ready(false);
+        }
+        let ready = pin!(self.stream.ready(Interest::READABLE)).poll(cx);
+        Poll::Ready(!matches!(ready, Poll::Ready(Ok(ready)) if ready.is_read_closed()))
     }
 }
 

@@ -71,16 +71,17 @@ impl Stream {
         }
     }
 
-    /// Ready when a read is likely to find something, or an end; within TLS this may be too little for a read.
-    pub fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<()> {
+    /// Ready when a read is likely to find something, or an end: whether more may come behind it. Within TLS what came
+    /// may be too little for a read.
+    pub fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<bool> {
         match self {
             Self::Plain(socket) => socket.poll_readable(cx),
             Self::Tls(stream) => match stream.get_ref() {
                 (socket, tls) if tls.wants_read() => socket.poll_readable(cx),
                 // The rest of what came, or its end, is with rustls.
-                _ => Poll::Ready(()),
+                _ => Poll::Ready(true),
             },
-            Self::Handshake(_) | Self::Refused(_) => Poll::Ready(()),
+            Self::Handshake(_) | Self::Refused(_) => Poll::Ready(true),
         }
     }
 }
