@@ -230,8 +230,7 @@ impl Ports {
         let (grpc, grpc_address) = client(ClientPort::Grpc, "grpc", config.grpc).await?;
         let nodes = bind_if("nodes", config.nodes, limits).await?;
         let admin = bind_if("admin", config.admin, ADMIN_LIMITS).await?;
-        let (http, grpc) = (http.secured(tls.clone()), grpc.secured(tls));
-        let (http, grpc) = (http.throttling_errors(), grpc.throttling_errors());
+        let [http, grpc] = [http, grpc].map(|port| port.secured(tls.clone()).throttling_errors());
         let nodes = nodes.map(|(port, address)| (port.of_cluster(node_tls), address));
         Ok(Self { http, http_address, grpc, grpc_address, nodes, admin, scheme, nodes_scheme })
     }

@@ -4,8 +4,7 @@
 //! Every output element is one fixed sequence of operations, in every tile shape: for each group ascending, the sum of
 //! its 16 pairs ascending from zero, times the scale, plus the total; then, where the format has offsets, the offset
 //! times the sum of the group's `x`. Of Q6_K, which has two scales a group: the sum of 8 pairs times the first, then of
-//! 8 times the second.
-//! So a row gives the same bits alone, in a batch, in a prompt and in its chunks.
+//! 8 times the second. So a row gives the same bits alone, in a batch, in a prompt and in its chunks.
 //!
 //! Rows are multiplied in tiles of up to eight: their sums stay in registers over a group, and nothing is put down
 //! between groups. Up to eight rows decode weights as they go, straight from the panel: the units that look numbers up

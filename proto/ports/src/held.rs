@@ -30,7 +30,7 @@ impl Exchange {
         asked
     }
 
-    /// Wraps the response's body.
+    /// Wraps the response's body; an error is noted at the connection.
     pub fn answered<B>(self, response: Response<B>) -> Response<Held<B>> {
         begin(&self.calls, &self.call);
         self.calls.note(&response);

@@ -320,7 +320,7 @@ impl Calls {
         }
     }
 
-    /// A request is answered so.
+    /// Adds a response to what the connection owes, if it is an error.
     pub fn note<B>(&self, response: &Response<B>) {
         if is_error(response) {
             self.signs.errors.fetch_add(1, Ordering::SeqCst);

@@ -1,10 +1,10 @@
 //! So many errors a millisecond. A thousand connections that ask at once for what is refused would keep a core for 70
 //! ms, and hold up the tokens of all others. Those that caused errors before are served one after the other instead.
 //!
-//! Who caused errors pays for them when more comes over its connection: that shifts the throttle's clock by what they
-//! take, and is read when that time has come (the generic cell rate algorithm). So there is no queue to bound. Nobody
-//! waits longer than a second, whatever others did before: beyond that the clock starts anew, and more are served a
-//! millisecond.
+//! A connection that caused errors pays for them when more is received over it: that advances the throttle's clock by
+//! what they take, and the connection is read when that time has come (the generic cell rate algorithm). So there is no
+//! queue to bound. No connection waits longer than a second, whatever the others caused: a longer wait wraps around,
+//! and more are read each millisecond.
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -13,9 +13,9 @@ use tokio::time::Instant;
 
 /// For each thread of the reactor. A refusal takes it 0.07 to 0.1 ms, so all of them take a fifth of it.
 const ERRORS_PER_MS: u32 = 2;
-/// Errors in a row that nobody waits for, as time: a proxy's pool of connections after a node's end, say.
+/// Errors in a row that cost no wait, as time: those of a proxy's connections after a node failed, say.
 const BURST: Duration = Duration::from_millis(20);
-/// Nobody waits longer. With two errors a millisecond, 2,000 connections that owe one each wait their turns.
+/// The longest wait. At two errors a millisecond it has room for 2,000 connections that owe one each.
 const LONGEST: Duration = Duration::from_secs(1);
 
 /// Of one port.
@@ -56,7 +56,7 @@ impl Throttle {
     }
 }
 
-/// What is left of a wait when each `longest` of it begins anew.
+/// A wait of at most `longest`: a longer one wraps around.
 fn within(wait: Duration, longest: Duration) -> Duration {
     match wait <= longest {
         true => wait,
