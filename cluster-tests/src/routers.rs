@@ -173,23 +173,30 @@ impl Routers {
     /// # Errors
     /// It does not answer.
     pub async fn indexed(&self, number: usize) -> anyhow::Result<Vec<(String, u64)>> {
-        let nodes = self.seen(number).await?;
+        let nodes = nodes_of(&self.routers[number]).await?;
         let of = |node: &Value| Some((node["id"].as_str()?.to_owned(), node["indexed_blocks"].as_u64()?));
         nodes.iter().map(|node| of(node).context("a node without its index")).collect()
     }
 
-    async fn seen(&self, number: usize) -> anyhow::Result<Vec<Value>> {
-        let url = format!("{}/debug/cluster", self.routers[number].url("http"));
-        let mut cluster: Value = reqwest::get(url).await?.json().await?;
-        match cluster["nodes"].take() {
-            Value::Array(nodes) => Ok(nodes),
-            other => bail!("a router's nodes are {other}"),
-        }
-    }
-
     async fn registered(&self, number: usize) -> anyhow::Result<()> {
-        let all = async || Ok(self.seen(number).await.is_ok_and(|nodes| nodes.len() == self.nodes.len()));
-        until(REGISTERED, &format!("all nodes registered with router {number}"), all).await.map(drop)
+        registered(&self.routers[number], self.nodes.len(), REGISTERED).await
+    }
+}
+
+/// Waits until so many nodes are in a router's table. A node counts its session a moment before that.
+///
+/// # Errors
+/// They are not in time.
+pub async fn registered(router: &Process, nodes: usize, within: Duration) -> anyhow::Result<()> {
+    let all = async || Ok(nodes_of(router).await.is_ok_and(|seen| seen.len() == nodes));
+    until(within, &format!("{nodes} nodes registered with {}", router.name), all).await.map(drop)
+}
+
+async fn nodes_of(router: &Process) -> anyhow::Result<Vec<Value>> {
+    let mut cluster: Value = reqwest::get(format!("{}/debug/cluster", router.url("http"))).await?.json().await?;
+    match cluster["nodes"].take() {
+        Value::Array(nodes) => Ok(nodes),
+        other => bail!("a router's nodes are {other}"),
     }
 }
 
@@ -225,7 +232,8 @@ async fn ask_one(url: &str, request: v1::GenerateRequest) -> Result<Answer, Fail
     rest(client.generate(request).await.map_err(failed)?.into_inner()).await
 }
 
-/// Waits until each of these nodes is in so many sessions, and says how long that took.
+/// Waits until each of these nodes is in so many sessions, by its own word, and says how long that took. The router may
+/// have it in its table a moment later: [`registered`].
 ///
 /// # Errors
 /// It is not in time.

@@ -10,7 +10,7 @@ use tandem_cluster_tests::cluster::{free_port, model, words};
 use tandem_cluster_tests::load::request;
 use tandem_cluster_tests::process::Process;
 use tandem_cluster_tests::reference::Reference;
-use tandem_cluster_tests::routers::{ask_in_turn, logged, sessions, until};
+use tandem_cluster_tests::routers::{ask_in_turn, logged, registered, sessions, until};
 use tempfile::TempDir;
 use tokio::time::sleep;
 
@@ -82,6 +82,12 @@ impl Named {
     async fn sessions(&self, count: usize) -> anyhow::Result<Duration> {
         sessions(&self.nodes, count, SOON).await
     }
+
+    /// One session more, with this router, which has all nodes then.
+    async fn joined(&self, router: &Process, count: usize) -> anyhow::Result<()> {
+        self.sessions(count).await?;
+        registered(router, self.nodes.len(), SOON).await
+    }
 }
 
 #[tokio::test]
@@ -101,13 +107,13 @@ async fn nodes_follow_the_addresses_of_a_name() -> anyhow::Result<()> {
     logged(&named.nodes, "cannot be resolved", SOON).await?;
     let mut first = named.router("127.0.0.2").await?;
     named.points_to(&["127.0.0.2"])?;
-    named.sessions(1).await?;
+    named.joined(&first, 1).await?;
     answers(&first, 1).await?;
 
     // A second address is a second router.
     let second = named.router("127.0.0.3").await?;
     named.points_to(&["127.0.0.2", "127.0.0.3"])?;
-    named.sessions(2).await?;
+    named.joined(&second, 2).await?;
     answers(&second, 2).await?;
 
     // One that left the name keeps its nodes while it is there, and serves; then nobody looks for it any more.
@@ -131,7 +137,7 @@ async fn nodes_follow_the_addresses_of_a_name() -> anyhow::Result<()> {
     answers(&second, 5).await?;
     named.sessions(1).await?;
     named.points_to(&["127.0.0.2", "127.0.0.3"])?;
-    named.sessions(2).await?;
+    named.joined(&again, 2).await?;
     answers(&again, 6).await?;
     Ok(())
 }
