@@ -127,8 +127,9 @@ of their own `/metrics`; `make test-observability` fails when it is not up to da
 them, the dashboards and the alerts: [observability.md](observability.md).
 
 Each series also has `role` and `instance`, the program's own. A histogram `x` has the samples
-`x_bucket`, `x_sum` and `x_count`; in OpenMetrics its buckets point to traces. Names that begin with
-`vllm:` mean what they mean in vLLM, and public dashboards read them.
+`x_bucket`, `x_sum` and `x_count`; in OpenMetrics its buckets point to traces. A router with
+`--nodes` has `port="nodes"` beside the ports listed here. Names that begin with `vllm:` mean what
+they mean in vLLM, and public dashboards read them.
 """
 COLUMNS = "| name | type | unit | from | labels | meaning |\n|---|---|---|---|---|---|"
 
