@@ -7,9 +7,8 @@
 //! 8 times the second. So a row gives the same bits alone, in a batch, in a prompt and in its chunks.
 //!
 //! Rows are multiplied in tiles of up to eight: their sums stay in registers over a group, and nothing is put down
-//! between groups. Up to eight rows decode weights as they go, straight from the panel: the units that look numbers up
-//! and shift have nothing else to do. More rows share weights that were expanded to bf16 once, a slice of the panel at
-//! a time.
+//! between groups. The first tile decodes weights as it goes, straight from the panel: the units that look numbers up
+//! and shift have nothing else to do. For further tiles it keeps them in bf16, a slice of the panel at a time.
 //!
 //! `bf16_gemm/formats.rs` decodes the weights.
 mod formats;
@@ -34,8 +33,6 @@ const ROW_CHUNK: usize = 96;
 const TILE_ROWS: usize = 8;
 /// Rows whose products are done before the next integers come from memory.
 const MEMORY_BOUND_ROWS: usize = 4;
-/// Rows up to which weights are decoded for each tile.
-const DIRECT_ROWS: usize = 8;
 /// Groups of `k` that are expanded at a time: 144 KiB with their scales, which stay in the L2 cache beside `x`.
 const SLICE: usize = 64;
 
@@ -125,21 +122,27 @@ impl Scratch {
 /// features.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
 unsafe fn panel_of<F: Format>(scratch: &mut Scratch, panel: *const u8, target: Target) {
-    let groups = scratch.groups;
-    // SAFETY: as the caller says. Slices end where the groups do, and are expanded before they are multiplied.
+    let (rows, groups) = (scratch.rows, scratch.groups);
+    // SAFETY: as the caller says. Slices end where the groups do, and the first tile keeps them for the others.
     unsafe {
-        if scratch.rows <= DIRECT_ROWS || matches!(F::KIND, WeightFormat::Bf16) {
-            return tiles(scratch, Packed::<F>(panel, PhantomData), 0..groups, target);
+        let packed = Packed::<F>(panel, PhantomData);
+        if rows <= TILE_ROWS || matches!(F::KIND, WeightFormat::Bf16) {
+            return tiles(scratch, packed, 0..rows, 0..groups, target);
         }
+        scratch.expanded.resize(SLICE, ExpandedBlock::ZERO);
+        let others = tile_height(rows)..rows;
         for first in (0..groups).step_by(SLICE) {
-            let slice = first..groups.min(first + SLICE);
-            expand::<F>(&mut scratch.expanded, panel, slice.clone());
-            let (blocks, next) = (scratch.expanded.as_ptr(), F::KIND.block(panel, slice.end).scales);
+            let (slice, blocks) = (first..groups.min(first + SLICE), scratch.expanded.as_mut_ptr());
+            tiles(scratch, Kept { packed, first, blocks }, 0..others.start, slice.clone(), target);
+            let (blocks, next) = (blocks.cast_const(), F::KIND.block(panel, slice.end).scales);
             let bytes = F::KIND.panel_bytes(SLICE * BLOCK) / SLICE;
+            let others = others.clone();
             match (F::SCALES, F::OFFSETS) {
-                (1, true) => tiles(scratch, Expanded::<1, true> { first, blocks, next, bytes }, slice, target),
-                (1, false) => tiles(scratch, Expanded::<1, false> { first, blocks, next, bytes }, slice, target),
-                _ => tiles(scratch, Expanded::<2, false> { first, blocks, next, bytes }, slice, target),
+                (1, true) => tiles(scratch, Expanded::<1, true> { first, blocks, next, bytes }, others, slice, target),
+                (1, false) => {
+                    tiles(scratch, Expanded::<1, false> { first, blocks, next, bytes }, others, slice, target)
+                }
+                _ => tiles(scratch, Expanded::<2, false> { first, blocks, next, bytes }, others, slice, target),
             }
         }
     }
@@ -209,7 +212,55 @@ impl ExpandedBlock {
     const ZERO: Self = Self { weights: [[[0; LANES]; 2]; PAIRS], scales: [[[0.0; LANES]; 2]; 2] };
 }
 
-/// From a slice of the panel that was expanded; meanwhile the next one is asked for.
+/// From the panel, and put down for others: a slice of it.
+struct Kept<F> {
+    packed: Packed<F>,
+    /// Group.
+    first: usize,
+    blocks: *mut ExpandedBlock,
+}
+
+impl<F> Clone for Kept<F> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<F> Copy for Kept<F> {}
+
+impl<F: Format> Weights for Kept<F> {
+    const SCALES: usize = F::SCALES;
+    const OFFSETS: bool = F::OFFSETS;
+    #[inline(always)]
+    unsafe fn ask_ahead(self, group: usize, rows: usize) {
+        // SAFETY: as the caller says.
+        unsafe { self.packed.ask_ahead(group, rows) }
+    }
+    #[inline(always)]
+    unsafe fn two_pairs(self, group: usize, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: the slice has the group, and nobody reads its block yet; an even pair below 16 has one behind it.
+        unsafe {
+            let pairs = self.packed.two_pairs(group, half, pair);
+            let weights = &mut (*self.blocks.add(group - self.first)).weights;
+            _mm512_store_si512(weights[pair][half].as_mut_ptr().cast(), pairs[0]);
+            _mm512_store_si512(weights[pair + 1][half].as_mut_ptr().cast(), pairs[1]);
+            pairs
+        }
+    }
+    #[inline(always)]
+    unsafe fn scales(self, group: usize, half: usize) -> [__m512; 2] {
+        // SAFETY: as above.
+        unsafe {
+            let scales = self.packed.scales(group, half);
+            let to = &mut (*self.blocks.add(group - self.first)).scales[half];
+            _mm512_store_ps(to[0].as_mut_ptr(), scales[0]);
+            _mm512_store_ps(to[1].as_mut_ptr(), scales[1]);
+            scales
+        }
+    }
+}
+
+/// From a slice of the panel that was kept; meanwhile the next one is asked for.
 #[derive(Clone, Copy)]
 struct Expanded<const SCALES: usize, const OFFSETS: bool> {
     /// Group.
@@ -229,7 +280,7 @@ impl<const SCALES: usize, const OFFSETS: bool> Weights for Expanded<SCALES, OFFS
     }
     #[inline(always)]
     unsafe fn two_pairs(self, group: usize, half: usize, pair: usize) -> [__m512i; 2] {
-        // SAFETY: the group's block was expanded; an even pair below 16 has one behind it.
+        // SAFETY: the group's block was kept; an even pair below 16 has one behind it.
         unsafe {
             let weights = &(*self.blocks.add(group - self.first)).weights;
             let [first, second] = [&weights[pair][half], &weights[pair + 1][half]];
@@ -238,35 +289,10 @@ impl<const SCALES: usize, const OFFSETS: bool> Weights for Expanded<SCALES, OFFS
     }
     #[inline(always)]
     unsafe fn scales(self, group: usize, half: usize) -> [__m512; 2] {
-        // SAFETY: the group's block was expanded.
+        // SAFETY: the group's block was kept.
         unsafe {
             let [first, second] = &(*self.blocks.add(group - self.first)).scales[half];
             [_mm512_loadu_ps(first.as_ptr()), _mm512_loadu_ps(second.as_ptr())]
-        }
-    }
-}
-
-/// # Safety
-/// The panel of the format has the groups; the caller has the features enabled.
-#[inline(always)]
-unsafe fn expand<F: Format>(to: &mut Vec<ExpandedBlock>, panel: *const u8, groups: Range<usize>) {
-    to.resize(SLICE, ExpandedBlock::ZERO);
-    for (to, group) in to.iter_mut().zip(groups) {
-        // The slice before was multiplied meanwhile, and most of this one is on its way: little is left to ask for.
-        F::KIND.ask_for(CacheLevel::First, panel, group + AHEAD);
-        let block = F::KIND.block(panel, group);
-        // SAFETY: a group of the panel; pairs are even and below 16; each row of lanes is a vector.
-        unsafe {
-            for half in 0..2 {
-                for pair in (0..PAIRS).step_by(2) {
-                    let [first, second] = F::two_pairs(block, half, pair);
-                    _mm512_storeu_si512(to.weights[pair][half].as_mut_ptr().cast(), first);
-                    _mm512_storeu_si512(to.weights[pair + 1][half].as_mut_ptr().cast(), second);
-                }
-                let [first, second] = F::scales(block, half);
-                _mm512_storeu_ps(to.scales[half][0].as_mut_ptr(), first);
-                _mm512_storeu_ps(to.scales[half][1].as_mut_ptr(), second);
-            }
         }
     }
 }
@@ -276,18 +302,25 @@ fn tile_height(rows: usize) -> usize {
     rows.div_ceil(rows.div_ceil(TILE_ROWS))
 }
 
-/// All rows.
+/// These rows, from a tile's first to another's last.
 ///
 /// # Safety
-/// `weights` has the groups, the scratch too; `target` has the scratch's rows; the machine has the features.
+/// `weights` has the groups, the scratch too, and the rows; `target` has the scratch's rows; the machine has the
+/// features.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
-unsafe fn tiles<W: Weights>(scratch: &mut Scratch, weights: W, groups: Range<usize>, target: Target) {
-    let mut row = 0;
-    while row < scratch.rows {
+unsafe fn tiles<W: Weights>(
+    scratch: &mut Scratch,
+    weights: W,
+    rows: Range<usize>,
+    groups: Range<usize>,
+    target: Target,
+) {
+    let mut row = rows.start;
+    while row < rows.end {
         let groups = groups.clone();
         // SAFETY: no tile is taller than the rows that are left.
         unsafe {
-            row += match tile_height(scratch.rows - row) {
+            row += match tile_height(rows.end - row) {
                 1 => tile::<W, 1>(scratch, weights, groups, row, target),
                 2 => tile::<W, 2>(scratch, weights, groups, row, target),
                 3 => tile::<W, 3>(scratch, weights, groups, row, target),
