@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep};
 
 /// A model is loaded, dequantized and warmed up in this time even while both cores compile, and on an emulated GPU.
-const READY_TIMEOUT: Duration = Duration::from_secs(300);
+pub const READY_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A running program; killed on drop.
 pub struct Process {

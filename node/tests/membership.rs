@@ -341,12 +341,13 @@ async fn who_is_told_to_wait_comes_again_then_and_shows_that_its_last_life_is_ov
     let wait = Duration::from_millis(400);
     let manner = Manner { wait: Some(wait), ..WELL };
     let mut reports = serve_as(listener, CancellationToken::new(), Arc::default(), manner).await;
+    // Before the refusal: this test may see that late, and would measure too little.
+    let start = Instant::now();
     let joined = joins(&node, &config, &stop);
     let first = registered(&mut reports).await;
-    let refused = Instant::now();
     let second = registered(&mut reports).await;
-    let (took, backoff) = (refused.elapsed(), Duration::from_millis(100));
-    assert!(took > wait - backoff && took < wait + Duration::from_secs(2), "{took:?}");
+    let took = start.elapsed();
+    assert!(took >= wait && took < wait + Duration::from_secs(10), "{took:?}");
     let shown = second.ended.iter().any(|life| is_life_secret(&life.secret, &first.secret_digest));
     assert!(shown && first.secret_digest != second.secret_digest && first.ended.is_empty());
     while !matches!(reports.recv().await, Some(Report::Load(_))) {}

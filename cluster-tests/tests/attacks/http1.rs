@@ -3,7 +3,7 @@ use anyhow::ensure;
 use futures::FutureExt;
 
 use crate::Attack;
-use crate::sockets::{Answer, noise, say, tls_hello};
+use crate::sockets::{Answer, noise, say, say_until_closed, tls_hello};
 use crate::target::{Seen, Target, VICTIM};
 
 const FAILED: Seen = Seen::Router("tandem_connections_failed_total{role=\"router\"");
@@ -76,18 +76,18 @@ fn closed(answer: &Answer, statuses: &[u16]) -> anyhow::Result<String> {
 
 async fn huge_header(target: &Target) -> anyhow::Result<String> {
     let request = format!("GET /health HTTP/1.1\r\nhost: a\r\nx: {}\r\n\r\n", "y".repeat(1 << 20));
-    closed(&say(target.router("http")?, request.as_bytes()).await?, &[431])
+    closed(&say_until_closed(target.router("http")?, request.as_bytes()).await?, &[431])
 }
 
 async fn many_headers(target: &Target) -> anyhow::Result<String> {
     let headers: String = (0..100_000).map(|number| format!("x-{number}: 1\r\n")).collect();
     let request = format!("GET /health HTTP/1.1\r\nhost: a\r\n{headers}\r\n");
-    closed(&say(target.router("http")?, request.as_bytes()).await?, &[431])
+    closed(&say_until_closed(target.router("http")?, request.as_bytes()).await?, &[431])
 }
 
 async fn huge_target(target: &Target) -> anyhow::Result<String> {
     let request = format!("GET /{} HTTP/1.1\r\nhost: a\r\n\r\n", "a".repeat(1 << 20));
-    closed(&say(target.router("http")?, request.as_bytes()).await?, &[400, 414, 431])
+    closed(&say_until_closed(target.router("http")?, request.as_bytes()).await?, &[400, 414, 431])
 }
 
 async fn garbage(target: &Target) -> anyhow::Result<String> {
@@ -95,7 +95,7 @@ async fn garbage(target: &Target) -> anyhow::Result<String> {
         let to = target.router(door)?;
         let noises = (0..target.count(4, 64) as u64).map(|number| noise(number, 64 << 10));
         for bytes in noises.chain([vec![0; 4096], vec![0xff; 4096], b"\r\n\r\n\r\nGET\r\n\r\n".to_vec()]) {
-            let answer = say(to, &bytes).await?;
+            let answer = say_until_closed(to, &bytes).await?;
             ensure!(answer.is_closed, "{door} stays open");
             ensure!(answer.statuses().iter().all(|status| *status == 400), "{door}: {}", answer.text());
         }
@@ -105,7 +105,7 @@ async fn garbage(target: &Target) -> anyhow::Result<String> {
 
 async fn tls(target: &Target) -> anyhow::Result<String> {
     for door in ["http", "grpc", "nodes", "admin"] {
-        let answer = say(target.router(door)?, &tls_hello()).await?;
+        let answer = say_until_closed(target.router(door)?, &tls_hello()).await?;
         ensure!(answer.is_closed, "{door} stays open");
     }
     Ok("400 or closed".to_owned())

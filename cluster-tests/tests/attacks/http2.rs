@@ -9,7 +9,7 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use crate::Attack;
-use crate::sockets::{PATIENCE, h2, listen, say};
+use crate::sockets::{PATIENCE, h2, listen, say_until_closed};
 use crate::target::{Seen, Target, VICTIM};
 
 const DOORS: [&str; 2] = ["http", "grpc"];
@@ -53,7 +53,7 @@ fn head(path: &str) -> Vec<u8> {
 
 /// Says all of it, and wants to be told to be calm, or the connection's end.
 async fn ended(to: SocketAddr, bytes: &[u8]) -> anyhow::Result<String> {
-    let answer = say(to, &[h2::opening(&[]), bytes.to_vec()].concat()).await?;
+    let answer = say_until_closed(to, &[h2::opening(&[]), bytes.to_vec()].concat()).await?;
     ensure!(answer.is_closed, "the connection stays");
     Ok(match h2::goaway(&answer.bytes) {
         Some(CALM) => "GOAWAY: enhance your calm".to_owned(),

@@ -5,11 +5,10 @@ use tandem_kvtransfer::wire::{HEADER_BYTES, Header};
 use tandem_proto::v1;
 use tandem_proto::v1::decode_client::DecodeClient;
 use tandem_proto::v1::prefill_client::PrefillClient;
-use tokio::time::timeout;
 use tonic::{Code, Request};
 
 use crate::Attack;
-use crate::sockets::{PATIENCE, hold, noise, say, tls_hello};
+use crate::sockets::{hold, noise, say_until_closed, tls_hello};
 use crate::target::{Seen, Target};
 
 /// All of them.
@@ -57,7 +56,7 @@ async fn garbage(target: &Target) -> anyhow::Result<String> {
     let [prefill_admin, decode_admin] = target.nodes("admin")?;
     for to in [prefill, decode, prefill_admin, decode_admin] {
         for bytes in [noise(1, 64 << 10), vec![0; 4096], tls_hello()] {
-            ensure!(say(to, &bytes).await?.is_closed, "{to} stays open");
+            ensure!(say_until_closed(to, &bytes).await?.is_closed, "{to} stays open");
         }
         drop(hold(to, target.count(200, 2000), b"PRI * HTTP").await?);
     }
@@ -71,7 +70,7 @@ async fn kv_garbage(target: &Target) -> anyhow::Result<String> {
             if number % 2 == 1 {
                 bytes[..HEADER_BYTES].copy_from_slice(&Header::hello().encode());
             }
-            ensure!(say(to, &bytes).await?.is_closed, "{to} stays open");
+            ensure!(say_until_closed(to, &bytes).await?.is_closed, "{to} stays open");
         }
     }
     Ok("closed".to_owned())
@@ -83,7 +82,7 @@ async fn hellos(target: &Target) -> anyhow::Result<String> {
         for number in 0..target.count(20, 1000) as u64 {
             let payload = [noise(number, 64), build_id(target).await?.into_bytes()].concat();
             let head = [&Header::hello().encode()[..], &(payload.len() as u64).to_le_bytes()].concat();
-            let answer = timeout(10 * PATIENCE, say(to, &[head, payload].concat())).await.context("no word")??;
+            let answer = say_until_closed(to, &[head, payload].concat()).await?;
             ensure!(answer.is_closed, "{to} stays open");
         }
     }

@@ -38,17 +38,33 @@ impl Answer {
 /// # Errors
 /// Nobody listens.
 pub async fn say(to: SocketAddr, bytes: &[u8]) -> anyhow::Result<Answer> {
+    said(to, bytes, PATIENCE).await
+}
+
+/// The same where the other end is to close: a door that takes its time on a busy machine has not stayed open.
+///
+/// # Errors
+/// As [`say`].
+pub async fn say_until_closed(to: SocketAddr, bytes: &[u8]) -> anyhow::Result<Answer> {
+    said(to, bytes, 10 * PATIENCE).await
+}
+
+async fn said(to: SocketAddr, bytes: &[u8], patience: Duration) -> anyhow::Result<Answer> {
     let mut stream = TcpStream::connect(to).await?;
     let _ = timeout(10 * PATIENCE, stream.write_all(bytes)).await;
-    Ok(listen(&mut stream).await)
+    Ok(heard(&mut stream, patience).await)
 }
 
 /// Reads until the other end closes or has been silent for a while.
 pub async fn listen(stream: &mut TcpStream) -> Answer {
+    heard(stream, PATIENCE).await
+}
+
+async fn heard(stream: &mut TcpStream, patience: Duration) -> Answer {
     let mut answer = Answer::default();
     let mut chunk = vec![0; 64 << 10];
     loop {
-        match timeout(PATIENCE, stream.read(&mut chunk)).await {
+        match timeout(patience, stream.read(&mut chunk)).await {
             Err(_) => return answer,
             Ok(Ok(0) | Err(_)) => return Answer { is_closed: true, ..answer },
             Ok(Ok(read)) => answer.bytes.extend_from_slice(&chunk[..read]),

@@ -32,8 +32,11 @@ async fn a_node_of_another_arithmetic_is_refused_and_harms_nobody() -> anyhow::R
     let _decode = other.then_some(decode);
     if other {
         ensure!(said.contains("--arithmetic f32") && said.contains("--isa") && said.contains("in `f32`"), "{said}");
-        let log = cluster.router.log();
-        ensure!(log.contains("refused a node") && log.contains("--arithmetic f32"), "{log}");
+        let logged = async |cluster: &Cluster| {
+            let log = cluster.router.log();
+            log.contains("refused a node") && log.contains("--arithmetic f32")
+        };
+        cluster.wait_until(REFUSED, "the router has logged it, too", logged).await?;
     } else {
         eprintln!("skipped: this machine has one arithmetic; {said}");
     }

@@ -38,15 +38,20 @@ async fn a_node_that_was_started_again_joins_within_the_lease() -> anyhow::Resul
     let model = model()?.display().to_string();
     let args = format!("--node-id decode-0 --listen 127.0.0.1:0 --admin 127.0.0.1:0 --simulated --model {model}");
     let args = words(&format!("{args} --router {}", cluster.router.url("grpc")));
-    cluster.decode.freeze();
     let next = Process::start("next", "tandem-decode-node", &args, cluster.dir()).await?;
+    // While the old one lives its name is not given away.
+    let refused = async |_: &Cluster| next.log().contains("as another process");
+    cluster.wait_until(SOON, "the next process is refused", refused).await?;
+    cluster.decode.freeze();
     let is_here = async |cluster: &Cluster| {
         let nodes = cluster.nodes().await.unwrap_or_default();
         nodes.iter().any(|node| node.incarnation.trim_start_matches("0x") == next.ready("incarnation"))
     };
-    let took = cluster.wait_until(Duration::from_secs(3), "the next process has joined", is_here).await?;
-    assert!(next.log().contains("as another process"), "it was refused at first: {}", next.log());
-    println!("joined {took:?} after its start");
+    let took = cluster.wait_until(SOON, "the next process has joined", is_here).await?;
+    println!("joined {took:?} after the old one fell silent");
+    // It replaced the old one: that was not given up for the silence of a whole lease.
+    let view = cluster.get("/debug/cluster").await?.json::<serde_json::Value>().await?;
+    assert_eq!(view["departed"][0]["why"], "it registered again", "{view}");
     cluster.answer(ask(text("The capital of France is"), 8)).await?;
     // The old one wakes, and takes nothing back.
     cluster.decode.wake();

@@ -40,7 +40,9 @@ async fn cores_are_borrowed_and_their_owners_may_stop_or_die() -> anyhow::Result
     let folder = tempfile::tempdir()?;
     let lending = |core: usize| words(&format!("--cpus {core} --lend-cores {}", folder.path().join("cores").display()));
     let (prefill_args, decode_args) = (lending(0), lending(1));
-    let options = Options { prefill_args, decode_args, warm_up: true, ..Options::default() };
+    // A node that starts again warms up, which takes its time beside other clusters.
+    let router_args = words("--replan-ms 120000");
+    let options = Options { prefill_args, decode_args, router_args, warm_up: true, ..Options::default() };
     let mut cluster = Cluster::start(options).await?;
 
     let prompt: Vec<u32> = (0..1500).map(|index| 100 + index % 7919).collect();

@@ -264,7 +264,8 @@ async fn certificates_are_replaced_while_requests_run() -> anyhow::Result<()> {
         Err(_) => true,
     };
     assert!(refused, "the old authority is still taken");
-    assert!(refused_by_router(&cluster).await? > before);
+    let counted = async |cluster: &Cluster| refused_by_router(cluster).await.is_ok_and(|count| count > before);
+    cluster.wait_until(SOON, "it is counted", counted).await?;
     Ok(())
 }
 

@@ -1,10 +1,10 @@
 //! `tandem up`, `generate`, `chat`, `trace`: the commands as a person types them.
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tandem_cluster_tests::cluster::{model, words};
-use tandem_cluster_tests::process::{Process, program, run_to_end};
+use tandem_cluster_tests::process::{Process, READY_TIMEOUT, program, run_to_end};
 use tandem_proto::v1;
 use tokio::sync::Mutex;
 use tokio_stream::wrappers::ReceiverStream;
@@ -406,7 +406,8 @@ async fn a_dead_node_is_restarted_when_that_is_wanted() -> anyhow::Result<()> {
     let tandem = up(dir.path(), &["--restart"]).await?;
     let decode = children(dir.path())?[2];
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(decode.try_into()?), nix::sys::signal::Signal::SIGKILL)?;
-    for _ in 0..600 {
+    let start = Instant::now();
+    while start.elapsed() < READY_TIMEOUT {
         if tandem.log().contains("decode-0 runs again")
             && said(&state, &["generate", "--max-tokens", "4", "hi"]).await?.0
         {

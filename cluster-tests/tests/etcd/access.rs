@@ -135,8 +135,11 @@ async fn a_member_that_answers_nothing_is_passed_over() -> anyhow::Result<()> {
     until(SOON, "all addresses stand in etcd", async || stands(12).await).await?;
     let begun = Instant::now();
     join_all(registered.into_iter().map(Registered::leave)).await;
-    ensure!(stands(0).await?, "{:?}", etcd.entries().await?);
+    // Most, not all: a slow etcd may take some too late, and those keys end with their leases. So would the keys of all
+    // that wait for the silent member.
+    until(SOON, "most addresses are gone", async || Ok(etcd.entries().await?.len() < 6)).await?;
     ensure!(begun.elapsed() < TTL / 2, "they left by themselves after {:?}", begun.elapsed());
+    until(SOON, "all addresses are gone", async || stands(0).await).await?;
     Ok(())
 }
 
@@ -156,6 +159,8 @@ async fn a_token_that_etcd_has_forgotten_is_no_outage() -> anyhow::Result<()> {
     };
     let mut watched = Watched::start(Etcd::new(etcd.address().parse()?, args)?);
     assert!(timeout(SOON, watched.changed()).await?.is_empty());
+    // The list comes before the watch.
+    until(SOON, "the watch has begun", async || Ok(etcd.calls("Watch").await? >= 1)).await?;
     let watches = etcd.calls("Watch").await?;
     let root = Some(ConnectOptions::new().with_user("root", PASSWORD));
     for number in 1..=3 {

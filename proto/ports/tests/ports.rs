@@ -18,9 +18,13 @@ const BOUND: Duration = Duration::from_secs(10);
 const PIECES: usize = 4;
 
 async fn bind(connections: usize) -> (Port, SocketAddr) {
+    bind_within(Limits { connections, silence: SILENCE }).await
+}
+
+async fn bind_within(limits: Limits) -> (Port, SocketAddr) {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("bind");
     let address = listener.local_addr().expect("bound");
-    (Port::new(listener, Limits { connections, silence: SILENCE }), address)
+    (Port::new(listener, limits), address)
 }
 
 /// `/` answers at once; `/slow` sends pieces further apart than a client may be silent; `/endless` does not end.
@@ -163,14 +167,18 @@ async fn who_takes_nothing_of_what_it_is_sent_is_ended_and_counted() {
 
 #[tokio::test]
 async fn who_reads_slowly_stays() {
-    let (address, ..) = http(8).await;
+    // The server's patience is twice that: less than all the reads take. One of them takes a twentieth of it, so that a
+    // busy machine does not use it up.
+    let silence = Duration::from_secs(2);
+    let (port, address) = bind_within(Limits { connections: 8, silence }).await;
+    tokio::spawn(serve_http(port, app(), CancellationToken::new()));
     let socket = tokio::net::TcpSocket::new_v4().expect("a socket");
     // So that the system tells soon of each part that was read.
     socket.set_recv_buffer_size(64 << 10).expect("small");
     let mut stream = socket.connect(address).await.expect("connect");
     stream.write_all(b"GET /endless HTTP/1.1\r\nhost: test\r\n\r\n").await.expect("write");
     for _ in 0..30 {
-        tokio::time::sleep(SILENCE / 3).await;
+        tokio::time::sleep(silence / 10).await;
         stream.read_exact(&mut [0; 64 << 10]).await.expect("it goes on");
     }
 }

@@ -210,7 +210,9 @@ async fn an_open_loop_sends_at_its_moments() {
 /// No coordinated omission: a server that is slower than the requests come changes nothing about when they are meant.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_slow_server_does_not_slow_the_open_loop() {
-    let slow = Manner::Answer { first: Duration::from_millis(400), tokens: 1, gap: Duration::ZERO };
+    // Long after the last is sent, also where sending is late.
+    let first = Duration::from_secs(2);
+    let slow = Manner::Answer { first, tokens: 1, gap: Duration::ZERO };
     let fake = Fake::start(slow).await;
     let interval = measure(&fake.target(), &part(EVERY_10_MS), &watch()).await.unwrap();
     assert_eq!(interval.records.len(), 29);
@@ -218,7 +220,8 @@ async fn a_slow_server_does_not_slow_the_open_loop() {
     assert!((last.intended - interval.records[0].intended - 0.28).abs() < 1e-9);
     // All were sent before the first answer came.
     assert!(last.sent < interval.records[0].chunks[0].0, "{last:?}");
-    assert!(interval.records.iter().all(|record| record.chunks[0].0 - record.intended >= 0.4));
+    let waited = |record: &Record| record.chunks[0].0 - record.intended;
+    assert!(interval.records.iter().all(|record| waited(record) >= first.as_secs_f64()));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -283,7 +286,10 @@ async fn bad_servers_cost_records_and_never_the_run() {
         let fake = Fake::start(manner).await;
         let mut part = part(Load::Concurrency(2));
         part.bounds.requests = Some(4);
-        part.bounds.timeout = Duration::from_millis(100);
+        if matches!(manner, Manner::Hang) {
+            // The others end by themselves, and not always so soon.
+            part.bounds.timeout = Duration::from_millis(100);
+        }
         let interval = measure(&fake.target(), &part, &watch()).await.unwrap();
         assert_eq!(kinds(&interval), [wanted; 4]);
         let chunks: usize = interval.records.iter().map(|record| record.chunks.len()).sum();

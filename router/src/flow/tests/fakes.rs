@@ -1,6 +1,7 @@
 //! Nodes that do what the test says: each call is handed to the test, which reads its commands and writes its events.
 use std::collections::VecDeque;
 use std::io::Write;
+use std::sync::LazyLock;
 
 use candle_core::quantized::gguf_file::{self, Value};
 use futures::FutureExt;
@@ -14,6 +15,12 @@ use crate::admission::keys::Keys;
 use crate::api::Service;
 use crate::membership::{Expected, Node};
 use crate::select::{self, LocalPrefill};
+
+/// For a call and its first command. A router that has given up sends none: its test fails then, and does not hang.
+const CALLED: Duration = Duration::from_secs(30);
+
+/// Of [`model`], which is written and loaded for it once: a node may have to join within a request's bound.
+static DIGEST: LazyLock<u64> = LazyLock::new(|| model().digest);
 
 type Replies<E> = mpsc::Sender<Result<E, Status>>;
 
@@ -42,6 +49,12 @@ impl<C, E> Call<C, E> {
     /// Waits until the router has cancelled the call.
     pub async fn cancelled(self) {
         self.events.closed().await;
+    }
+
+    /// The first command.
+    async fn begins(&mut self) -> C {
+        let first = in_time("a command", self.commands.message()).await;
+        first.expect("a call that lives").expect("a command")
     }
 }
 
@@ -96,7 +109,7 @@ impl Fake<PrefillCall> {
     /// The next call, its first command read.
     pub async fn call(&mut self) -> (PrefillCall, v1::RequestSpec) {
         let mut call = self.next().await;
-        let first = call.commands.message().await.expect("a command").and_then(|command| command.command);
+        let first = call.begins().await.command;
         let Some(v1::prefill_command::Command::Start(spec)) = first else { panic!("{first:?}") };
         (call, spec)
     }
@@ -106,7 +119,7 @@ impl Fake<DecodeCall> {
     /// The next call, its first command read.
     pub async fn call(&mut self) -> (DecodeCall, v1::DecodeStart) {
         let mut call = self.next().await;
-        let first = call.commands.message().await.expect("a command").and_then(|command| command.command);
+        let first = call.begins().await.command;
         let Some(v1::decode_command::Command::Start(start)) = first else { panic!("{first:?}") };
         (call, start)
     }
@@ -116,7 +129,7 @@ impl<C, E> Fake<Call<C, E>> {
     async fn next(&mut self) -> Call<C, E> {
         match self.silent.pop_front() {
             Some(call) => call,
-            None => self.calls.recv().await.expect("a call"),
+            None => in_time("a call", self.calls.recv()).await.expect("a call"),
         }
     }
 
@@ -126,6 +139,10 @@ impl<C, E> Fake<Call<C, E>> {
         let speaks = |call: &mut Call<C, E>| matches!(call.commands.message().now_or_never(), Some(Ok(Some(_))));
         !self.silent.iter_mut().any(speaks)
     }
+}
+
+async fn in_time<T>(what: &str, comes: impl Future<Output = T>) -> T {
+    tokio::time::timeout(CALLED, comes).await.unwrap_or_else(|_| panic!("{what} did not come within {CALLED:?}"))
 }
 
 /// A router with one pair of fake nodes, `p0` and `d0`.
@@ -244,7 +261,7 @@ pub fn register(node_id: &str, role: v1::Role, endpoint: &str) -> v1::Register {
         incarnation: 1,
         compatibility_digest: 5,
         protocol: tandem_proto::PROTOCOL_VERSION,
-        model_digest: model().digest,
+        model_digest: *DIGEST,
         endpoint: endpoint.into(),
         transports: ["fast", "slow"].map(transport).into(),
         total_blocks: 64,

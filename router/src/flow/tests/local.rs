@@ -265,7 +265,7 @@ async fn what_fails_alone_is_blamed_alone_and_tried_a_bounded_number_of_times() 
 
 #[tokio::test]
 async fn a_silent_local_node_is_given_up() {
-    let service = router_of(Limits { silence: Duration::from_millis(50), ..one_attempt() }, Always);
+    let service = router_of(Limits { silence: BOUND, ..one_attempt() }, Always);
     let mut d0 = join_decode(&service, "d0").await;
     let stream = service.generate(request()).unwrap();
     let (call, ..) = local_call(&mut d0).await;

@@ -373,15 +373,17 @@ async fn no_node_within_the_time_is_a_typed_error() {
     let limits = Limits { replan: Duration::from_millis(100), ..Limits::default() };
     for (first, kind) in [(None, ErrorKind::Unavailable), (Some('a'), ErrorKind::Aborted)] {
         let mut cluster = Cluster::start(limits.clone()).await;
-        let stream = cluster.service.generate(request()).unwrap();
+        let mut stream = cluster.service.generate(request()).unwrap();
         let (mut prefill, _, decode, _) = cluster.legs().await;
         if let Some(first) = first {
             hand_off_to(&mut prefill, &decode, first).await;
+            // Before the search: its time may be over before the router has read the token.
+            assert!(matches!(stream.next().await, Some(Ok(GenerationEvent::Token { index: 0, .. }))));
         }
         cluster.service.membership().leave(cluster.decode.node.session, "killed");
         let (_, tokens, end) = read(stream).await;
         let error = end.unwrap_err();
-        assert_eq!((error.kind, tokens.len()), (kind, usize::from(first.is_some())));
+        assert_eq!((error.kind, tokens.len()), (kind, 0));
         let words = "the node was lost, killed; no decode node is available (gave up after 100ms without progress)";
         assert!(error.message.ends_with(words), "{}", error.message);
         prefill.cancelled().await;
@@ -393,7 +395,7 @@ async fn no_node_within_the_time_is_a_typed_error() {
 #[tokio::test]
 async fn an_answer_does_not_go_on_in_another_arithmetic() {
     for (first, goes_on) in [(None, true), (Some('a'), false)] {
-        let mut cluster = Cluster::start(Limits { replan: Duration::from_millis(100), ..Limits::default() }).await;
+        let mut cluster = Cluster::start(Limits { replan: BOUND, ..Limits::default() }).await;
         let mut stream = cluster.service.generate(request()).unwrap();
         let (mut prefill, _, decode, _) = cluster.legs().await;
         if let Some(first) = first {
@@ -404,6 +406,7 @@ async fn an_answer_does_not_go_on_in_another_arithmetic() {
         let [old_prefill, old_decode] = [cluster.prefill.node.session, cluster.decode.node.session];
         membership.leave(old_prefill, "replaced");
         membership.leave(old_decode, "replaced");
+        // Within the time for another attempt: beside the old nodes they would be refused.
         let mut p1 = join_prefill_of(&cluster.service, "p1", "bf16-dots").await;
         let mut d1 = join_decode_of(&cluster.service, "d1", "bf16-dots").await;
         if goes_on {
@@ -492,7 +495,7 @@ async fn an_answer_that_is_complete_needs_no_other_node() {
 #[tokio::test]
 async fn the_deadline_and_the_client_end_a_search_too() {
     let mut cluster = Cluster::start(Limits::default()).await;
-    let deadline = Some(Instant::now() + Duration::from_millis(200));
+    let deadline = Some(Instant::now() + BOUND);
     let stream = cluster.service.generate(GenerationRequest { deadline, ..request() }).unwrap();
     let (prefill, _, _decode, _) = cluster.legs().await;
     cluster.service.membership().leave(cluster.decode.node.session, "killed");
