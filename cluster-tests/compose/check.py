@@ -26,6 +26,7 @@ import queries  # noqa: E402
 
 COMPOSE = ["docker", "compose"]
 HTTP = f"http://127.0.0.1:{os.environ['TANDEM_HTTP_PORT']}"
+PAGE = f"http://127.0.0.1:{os.environ['TANDEM_PAGE_PORT']}"
 JAEGER = f"http://127.0.0.1:{os.environ['JAEGER_PORT']}"
 PROMETHEUS = f"http://127.0.0.1:{os.environ['PROMETHEUS_PORT']}"
 GRAFANA = f"http://127.0.0.1:{os.environ['GRAFANA_PORT']}"
@@ -163,6 +164,14 @@ def check_parts():
         assert sums == [each for each in [locked[purl]] if each], f"{purl}: {sums}, locked: {locked[purl]}"
         assert each["licenses"][0]["expression"], purl
     say(f"parts: {len(crates)} crates and {len(packages)} packages")
+
+
+def check_page():
+    page, headers = fetch(f"{PAGE}/")
+    assert "text/html" in headers["content-type"] and "Tandem" in page, page[:200]
+    known = json.loads(compose("exec", "-T", "router", "cat", "/etc/tandem/cluster.json"))["page"]
+    assert known.endswith(":9464"), f"`tandem top` would look at {known}"
+    say("the live page is there")
 
 
 def check_trace():
@@ -330,6 +339,7 @@ def main():
     check_files()
     check_containers()
     check_parts()
+    check_page()
     check_trace()
     expected = {prompt: ask(prompt)[0] for prompt in PROMPTS}
     check_prometheus()

@@ -14,7 +14,7 @@ me=test-compose
 . cluster-tests/compose/docker.sh
 
 # Ports that no other cluster of this machine has.
-export TANDEM_HTTP_PORT=18000 TANDEM_GRPC_PORT=18001 JAEGER_PORT=18686 PROMETHEUS_PORT=18090 GRAFANA_PORT=18030
+export TANDEM_HTTP_PORT=18000 TANDEM_GRPC_PORT=18001 TANDEM_PAGE_PORT=18464 JAEGER_PORT=18686 PROMETHEUS_PORT=18090 GRAFANA_PORT=18030
 export COMPOSE_PROJECT_NAME=tandem-test DEBIAN_IMAGE=debian:bookworm-slim
 files=compose.yaml
 if [ -n "${PIP_CERT:-${SSL_CERT_FILE:-}}" ]; then

@@ -106,6 +106,12 @@ applies "monitoring, rules, KEDA, InferencePool, traces" \
 applies "encrypted KV" --set kvEncrypt=true
 applies "TLS between routers and nodes" --set nodeTls.router=router-tls,nodeTls.prefill=prefill-tls,nodeTls.decode=decode-tls
 [ "$(grep --count -- --node-tls-cert= "$work/manifests.yaml")" = 3 ] || die "not every process has a certificate"
+applies "keys of clients, TLS for them" --set router.apiKeys.secret=keys,router.tls.secret=router-tls,router.tls.clientCa=true
+for flag in api-keys=/run/secrets/tandem-keys tls-cert= tls-key= tls-client-ca=; do
+  [ "$(grep --count -- "--$flag" "$work/manifests.yaml")" = 1 ] || die "not one --$flag"
+done
+applies "all keys in one file" --set router.apiKeys.secret=keys,router.apiKeys.file=keys.json
+grep --quiet -- --api-keys=/run/secrets/tandem-keys/keys.json "$work/manifests.yaml" || die "another file of keys"
 applies "HPA" --set prefill.autoscaling.kind=hpa,decode.autoscaling.kind=hpa
 applies "RDMA and GPUs" --set transport=rdma,prefill.gpus=1,decode.gpus=1,image.tag=gpu \
   --set-json 'decode.args=["--kv-memory=80%"]' --set-json 'decode.tolerations=[{"key":"nvidia.com/gpu","operator":"Exists"}]'
@@ -148,6 +154,8 @@ refused "two objectives" --set-json 'router.args=["--ttft-objective-ms=500"]'
 refused "a transport that is none" --set transport=pigeon
 refused "encryption of RDMA" --set transport=rdma,kvEncrypt=true
 refused "a certificate for routers alone" --set nodeTls.router=router-tls
+refused "a file of keys without a secret" --set router.apiKeys.file=keys.json
+refused "an authority without a certificate" --set router.tls.clientCa=true
 refused "a misspelt value" --set decode.replica=3
 refused "seventeen routers" --set router.replicas=17
 refused "no decode node" --set decode.replicas=0

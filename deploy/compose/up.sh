@@ -24,6 +24,7 @@ docker compose up --detach --wait
 at() { docker compose port "$1" "$2"; } # service, port: HOST:PORT outside
 say "a chat:      (cd $PWD && docker compose exec router tandem chat 'Why is the sky blue?')"
 say "OpenAI API:  http://$(at router 8000)/v1"
+say "live page:   http://$(at router 9464)/"
 say "traces:      http://$(at jaeger 16686)/search?service=tandem-router"
 say "dashboards:  http://$(at grafana 3000)/dashboards, over http://$(at prometheus 9090)"
 say "stop:        make compose-down"

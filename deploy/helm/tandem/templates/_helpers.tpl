@@ -101,6 +101,36 @@ volumes:
   - name: node-tls
     secret: {secretName: {{ . | quote }}}
   {{- end }}
+  {{- if eq .role "router" }}
+  {{- with .of.apiKeys.secret }}
+  - name: api-keys
+    secret: {secretName: {{ . | quote }}}
+  {{- end }}
+  {{- with .of.tls.secret }}
+  - name: tls
+    secret: {secretName: {{ . | quote }}}
+  {{- end }}
+  {{- end }}
+{{- end }}
+
+{{/* Flags of a router's client ports: keys and TLS, if there are to be any. */}}
+{{- define "tandem.clients" -}}
+{{- with .Values.router.apiKeys }}
+{{- if .secret }}
+- --api-keys=/run/secrets/tandem-keys{{ with .file }}/{{ . }}{{ end }}
+{{- else if .file }}{{ fail "router.apiKeys.file: of which secret?" }}
+{{- end }}
+{{- end }}
+{{- with .Values.router.tls }}
+{{- if .secret }}
+- --tls-cert=/run/secrets/tandem-clients/tls.crt
+- --tls-key=/run/secrets/tandem-clients/tls.key
+{{- if .clientCa }}
+- --tls-client-ca=/run/secrets/tandem-clients/ca.crt
+{{- end }}
+{{- else if .clientCa }}{{ fail "router.tls.clientCa: of which secret?" }}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{/* Flags of TLS between routers and nodes, if there is to be any: dict "root" $ "role" "router" */}}
@@ -120,5 +150,13 @@ volumes:
 - {name: join-token, mountPath: /run/secrets/tandem, readOnly: true}
 {{- with index .root.Values.nodeTls .role }}
 - {name: node-tls, mountPath: /run/secrets/tandem-tls, readOnly: true}
+{{- end }}
+{{- if eq .role "router" }}
+{{- if .root.Values.router.apiKeys.secret }}
+- {name: api-keys, mountPath: /run/secrets/tandem-keys, readOnly: true}
+{{- end }}
+{{- if .root.Values.router.tls.secret }}
+- {name: tls, mountPath: /run/secrets/tandem-clients, readOnly: true}
+{{- end }}
 {{- end }}
 {{- end }}
