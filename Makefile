@@ -153,7 +153,7 @@ test-garbage: ## 10,000 garbled tickets and hellos against each KV backend, unde
 test-strangers: setup build ## Attacks at every door of a cluster, with ten thousand connections; prints the table
 	cargo test --release --locked -p tandem-cluster-tests --test attacks -- $(or $(TEST_STRANGERS),--full --answers 200)
 
-# SECONDS=600 for each of them; FUZZ="gguf spans" runs some. 600 takes 85 minutes on two cores.
+# SECONDS=600 for each of them; FUZZ="gguf spans" runs some. 600 takes 95 minutes on two cores.
 fuzz: setup ## Every parser that strangers reach, by libFuzzer with AddressSanitizer, one a core; prints the table
 	fuzz/run.sh $(or $(SECONDS),60) $(FUZZ)
 

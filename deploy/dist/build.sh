@@ -1,7 +1,7 @@
 #!/bin/bash
 # The programs as they are shipped, into target/dist: optimized across crates, and the router by what it does under load as well.
 # Its code is met once a request and has left the caches by the next one, so that what counts is how densely the part lies that
-# every request takes. Three builds, two loads (load.py), some twenty minutes on two cores:
+# every request takes. Three builds, two loads (load.py), half an hour on two cores:
 #
 #   counting   a router that counts what it executes, under the load
 #   guided     a router that the compiler optimizes by these counts
