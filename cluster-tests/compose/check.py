@@ -170,7 +170,9 @@ def check_page():
     page, headers = fetch(f"{PAGE}/")
     assert "text/html" in headers["content-type"] and "Tandem" in page, page[:200]
     known = json.loads(compose("exec", "-T", "router", "cat", "/etc/tandem/cluster.json"))["page"]
-    assert known.endswith(":9464"), f"`tandem top` would look at {known}"
+    host, port = known.removeprefix("http://").split(":")
+    reached = subprocess.run([*COMPOSE, "exec", "-T", "router", "bash", "-c", "exec 3<>/dev/tcp/$0/$1", host, port], cwd=ROOT / "deploy/compose", capture_output=True, check=False)
+    assert reached.returncode == 0, f"`tandem top` would look at {known}"
     say("the live page is there")
 
 

@@ -110,6 +110,7 @@ applies "keys of clients, TLS for them" --set router.apiKeys.secret=keys,router.
 for flag in api-keys=/run/secrets/tandem-keys tls-cert= tls-key= tls-client-ca=; do
   [ "$(grep --count -- "--$flag" "$work/manifests.yaml")" = 1 ] || die "not one --$flag"
 done
+! grep --quiet h2c "$work/manifests.yaml" || die "a gateway would speak h2c to a port with TLS"
 applies "all keys in one file" --set router.apiKeys.secret=keys,router.apiKeys.file=keys.json
 grep --quiet -- --api-keys=/run/secrets/tandem-keys/keys.json "$work/manifests.yaml" || die "another file of keys"
 applies "HPA" --set prefill.autoscaling.kind=hpa,decode.autoscaling.kind=hpa
@@ -156,6 +157,8 @@ refused "encryption of RDMA" --set transport=rdma,kvEncrypt=true
 refused "a certificate for routers alone" --set nodeTls.router=router-tls
 refused "a file of keys without a secret" --set router.apiKeys.file=keys.json
 refused "an authority without a certificate" --set router.tls.clientCa=true
+refused "a flag that a value sets" --set-json 'router.args=["--api-keys=/keys.json"]'
+refused "TLS at an InferencePool's endpoint" --set router.tls.secret=router-tls,inferencePool.enabled=true
 refused "a misspelt value" --set decode.replica=3
 refused "seventeen routers" --set router.replicas=17
 refused "no decode node" --set decode.replicas=0

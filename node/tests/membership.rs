@@ -345,9 +345,10 @@ async fn who_is_told_to_wait_comes_again_then_and_shows_that_its_last_life_is_ov
     let start = Instant::now();
     let joined = joins(&node, &config, &stop);
     let first = registered(&mut reports).await;
+    let refused = Instant::now();
     let second = registered(&mut reports).await;
-    let took = start.elapsed();
-    assert!(took >= wait && took < wait + Duration::from_secs(10), "{took:?}");
+    assert!(start.elapsed() >= wait, "{:?}", start.elapsed());
+    assert!(refused.elapsed() < wait + Duration::from_secs(2), "{:?}", refused.elapsed());
     let shown = second.ended.iter().any(|life| is_life_secret(&life.secret, &first.secret_digest));
     assert!(shown && first.secret_digest != second.secret_digest && first.ended.is_empty());
     while !matches!(reports.recv().await, Some(Report::Load(_))) {}

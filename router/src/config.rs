@@ -206,7 +206,7 @@ struct Flags {
     /// How long running requests may take to end after SIGTERM; then they end with an error, within two seconds
     #[arg(long, value_name = "MS", default_value_t = 30_000)]
     drain_ms: u32,
-    /// I/O threads, some 50,000 tokens a second each; more threads cost more wake-ups [default: one for four cores, at
+    /// I/O threads, some 40,000 tokens a second each; more threads cost more wake-ups [default: one for four cores, at
     /// least one]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,

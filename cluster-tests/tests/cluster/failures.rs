@@ -306,6 +306,7 @@ async fn nodes_drain_on_sigterm() -> anyhow::Result<()> {
 async fn a_prompt_whose_client_left_delays_the_next_by_one_chunk_at_most() -> anyhow::Result<()> {
     const CHUNK: Duration = Duration::from_millis(256);
     const CHUNKS_LEFT: u32 = 22;
+    const MOST: u32 = 5;
     // 256 tokens of a millisecond: simulated, so that the times are the same on busy cores.
     let prefill_args = words("--simulated-token-us 1000 --max-num-batched-tokens 256");
     let node_args = words("--kv-blocks 1024");
@@ -327,7 +328,7 @@ async fn a_prompt_whose_client_left_delays_the_next_by_one_chunk_at_most() -> an
     println!(
         "TTFT alone {alone:.1?}, after a client left its 6000 tokens {next:.1?}: {delay:.1?} more, a chunk takes {CHUNK:.1?}"
     );
-    // Several chunks were left to compute; what is more than one is the machine's.
-    assert!(delay < CHUNK * (CHUNKS_LEFT / 2), "{delay:?}");
+    // What is more than the chunk at hand is the machine's.
+    assert!(delay < CHUNK * MOST, "{delay:?}, and {CHUNKS_LEFT} chunks were left");
     Ok(())
 }

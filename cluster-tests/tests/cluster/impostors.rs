@@ -33,7 +33,7 @@ async fn neither_a_live_nodes_name_nor_another_hosts_address_is_taken() -> anyho
 /// The old one's connections stay open, as those of a host that is gone do: nobody but its lease tells its end.
 #[tokio::test]
 async fn a_node_that_was_started_again_joins_within_the_lease() -> anyhow::Result<()> {
-    let options = Options { simulated: true, router_args: words("--lease-ms 3000"), ..Options::default() };
+    let options = Options { simulated: true, router_args: words("--lease-ms 9000"), ..Options::default() };
     let cluster = Cluster::start(options).await?;
     let model = model()?.display().to_string();
     let args = format!("--node-id decode-0 --listen 127.0.0.1:0 --admin 127.0.0.1:0 --simulated --model {model}");

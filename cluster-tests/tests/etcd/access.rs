@@ -135,11 +135,10 @@ async fn a_member_that_answers_nothing_is_passed_over() -> anyhow::Result<()> {
     until(SOON, "all addresses stand in etcd", async || stands(12).await).await?;
     let begun = Instant::now();
     join_all(registered.into_iter().map(Registered::leave)).await;
-    // Most, not all: a slow etcd may take some too late, and those keys end with their leases. So would the keys of all
-    // that wait for the silent member.
-    until(SOON, "most addresses are gone", async || Ok(etcd.entries().await?.len() < 6)).await?;
+    // A slow etcd may take one or two too late, and those keys end with their leases. So would half of them if they
+    // waited for the silent member.
+    until(SOON, "the addresses are gone", async || Ok(etcd.entries().await?.len() <= 2)).await?;
     ensure!(begun.elapsed() < TTL / 2, "they left by themselves after {:?}", begun.elapsed());
-    until(SOON, "all addresses are gone", async || stands(0).await).await?;
     Ok(())
 }
 

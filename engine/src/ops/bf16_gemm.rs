@@ -8,7 +8,8 @@
 //!
 //! Rows are multiplied in tiles of up to eight: their sums stay in registers over a group, and nothing is put down
 //! between groups. The first tile decodes weights as it goes, straight from the panel: the units that look numbers up
-//! and shift have nothing else to do. For further tiles it keeps them in bf16, a slice of the panel at a time.
+//! and shift have nothing else to do. For further tiles it keeps them in bf16, a slice of the panel at a time; what is
+//! bf16 already is read by each of them.
 //!
 //! `bf16_gemm/formats.rs` decodes the weights.
 mod formats;
@@ -123,7 +124,8 @@ impl Scratch {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
 unsafe fn panel_of<F: Format>(scratch: &mut Scratch, panel: *const u8, target: Target) {
     let (rows, groups) = (scratch.rows, scratch.groups);
-    // SAFETY: as the caller says. Slices end where the groups do, and the first tile keeps them for the others.
+    // SAFETY: as the caller says. Slices end where the groups do, and the first tile keeps them for the others. Tiles
+    // leave `expanded` as it is: the pointer stays good while they use the rest of the scratch.
     unsafe {
         let packed = Packed::<F>(panel, PhantomData);
         if rows <= TILE_ROWS || matches!(F::KIND, WeightFormat::Bf16) {
@@ -151,7 +153,7 @@ unsafe fn panel_of<F: Format>(scratch: &mut Scratch, panel: *const u8, target: T
 /// Where tiles get a panel's weights from.
 ///
 /// # Safety
-/// Of all methods: the panel has the group; and as for [`Format`].
+/// Of all methods: the panel has the group, and so does the slice where it is one; and as for [`Format`].
 trait Weights: Copy {
     /// As [`Format::SCALES`].
     const SCALES: usize;
@@ -238,7 +240,8 @@ impl<F: Format> Weights for Kept<F> {
     }
     #[inline(always)]
     unsafe fn two_pairs(self, group: usize, half: usize, pair: usize) -> [__m512i; 2] {
-        // SAFETY: the slice has the group, and nobody reads its block yet; an even pair below 16 has one behind it.
+        // SAFETY: the slice has the group, and no other tile reads its block yet; an even pair below 16 has one behind
+        // it. A block lies at a multiple of 64 bytes, and so does each of its rows, which have 64.
         unsafe {
             let pairs = self.packed.two_pairs(group, half, pair);
             let weights = &mut (*self.blocks.add(group - self.first)).weights;

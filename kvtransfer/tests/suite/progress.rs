@@ -125,7 +125,8 @@ pub async fn keep_alives_carry_a_slow_handoff_beyond_its_lease(make: MakePair) {
         outgoing.push_units(2..UNITS, 0, &[3, 4], Arc::new(())).await?;
         outgoing.seal(seal).await
     };
-    let (sent, received) = prompt(async { tokio::join!(send, handoff.incoming.verified(expected)) }).await;
+    let both = async { tokio::join!(send, handoff.incoming.verified(expected)) };
+    let (sent, received) = tokio::time::timeout(pause + super::PROMPT, both).await.expect("it ends");
     assert!(sent.expect("sent").elapsed > pause);
     received.expect("received");
     assert_same(&pair, &[3, 4], &[7, 8]);

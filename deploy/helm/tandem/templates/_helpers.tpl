@@ -102,11 +102,11 @@ volumes:
     secret: {secretName: {{ . | quote }}}
   {{- end }}
   {{- if eq .role "router" }}
-  {{- with .of.apiKeys.secret }}
+  {{- with (.of.apiKeys).secret }}
   - name: api-keys
     secret: {secretName: {{ . | quote }}}
   {{- end }}
-  {{- with .of.tls.secret }}
+  {{- with (.of.tls).secret }}
   - name: tls
     secret: {secretName: {{ . | quote }}}
   {{- end }}
@@ -130,6 +130,7 @@ volumes:
 {{- end }}
 {{- else if .clientCa }}{{ fail "router.tls.clientCa: of which secret?" }}
 {{- end }}
+{{- if and .secret $.Values.inferencePool.enabled }}{{ fail "inferencePool: a gateway calls its endpoint without TLS; leave router.tls out" }}{{ end }}
 {{- end }}
 {{- end }}
 
@@ -152,10 +153,10 @@ volumes:
 - {name: node-tls, mountPath: /run/secrets/tandem-tls, readOnly: true}
 {{- end }}
 {{- if eq .role "router" }}
-{{- if .root.Values.router.apiKeys.secret }}
+{{- if (.root.Values.router.apiKeys).secret }}
 - {name: api-keys, mountPath: /run/secrets/tandem-keys, readOnly: true}
 {{- end }}
-{{- if .root.Values.router.tls.secret }}
+{{- if (.root.Values.router.tls).secret }}
 - {name: tls, mountPath: /run/secrets/tandem-clients, readOnly: true}
 {{- end }}
 {{- end }}
