@@ -97,6 +97,7 @@ start_api_server
 "$kubectl" wait --for=condition=Established --timeout=60s --all crd > /dev/null
 
 applies "as shipped"
+grep --quiet -- '--router-id=$(POD_NAME)' "$work/manifests.yaml" || die "routers share a name"
 applies "a model from a claim, a secret of one's own, TLS-free clients of one namespace" \
   --set model.existingClaim=models,model.file=llama.gguf,model.sha256=$(printf 'ab%.0s' $(seq 32)),joinToken.existingSecret=mine \
   --set-json 'networkPolicy.clients=[{"namespaceSelector":{"matchLabels":{"kubernetes.io/metadata.name":"apps"}}}]'

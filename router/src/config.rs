@@ -99,6 +99,10 @@ struct Flags {
     /// Name under which the model is served [default: the file's own]
     #[arg(long, value_name = "NAME", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     served_model_name: Option<String>,
+    /// Name of this router in traces, logs and metrics: each router of a cluster has its own, also on several hosts
+    /// [default: router- and the port of --grpc]
+    #[arg(long, value_name = "NAME", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    router_id: Option<String>,
     #[command(flatten)]
     collector: Collector,
     /// Jaeger's pages, as http://host:16686: the live page, `tandem trace` and `tandem explain` link to them
@@ -263,6 +267,8 @@ pub struct Config {
     pub model: PathBuf,
     /// Replaces the model's own name.
     pub served_model_name: Option<String>,
+    /// In traces, logs and metrics, if not by its port.
+    pub router_id: Option<String>,
     /// How log lines look.
     pub log_format: LogFormat,
     /// Which there are.
@@ -345,6 +351,7 @@ impl From<Flags> for Config {
             cors_origins: flags.cors_origin,
             model: flags.model,
             served_model_name: flags.served_model_name,
+            router_id: flags.router_id,
             log_format: flags.log_format,
             log_filter: flags.log_filter.unwrap_or_default(),
             collector: flags.collector,

@@ -95,7 +95,7 @@ async fn run(config: Config, started: Resolved) -> anyhow::Result<()> {
     let node_tls = config.node_tls.as_ref().map(|files| NodeTls::read(files, PeerRole::Router)).transpose()?;
     let registration = Registration::read(&config)?;
     let ports = Ports::bind(&config, tls.clone(), node_tls.clone()).await?;
-    let instance = format!("router-{}", ports.grpc_address.port());
+    let instance = config.router_id.clone().unwrap_or_else(|| format!("router-{}", ports.grpc_address.port()));
     let exporter = Exporter::start("tandem-router", &instance, &config.collector)?;
     let model = load_model(&config).await?;
     let expected = Expected { model_digest: model.digest, eos_token_id: model.eos };

@@ -177,7 +177,7 @@ async fn log_lines_come_with_their_traces() -> anyhow::Result<()> {
 #[tokio::test]
 async fn metrics_are_those_of_the_scrape() -> anyhow::Result<()> {
     let collector = Collector::start().await?;
-    let cluster = reporting(&collector, "").await?;
+    let cluster = reporting(&collector, "--router-id east").await?;
     let mut traces = Vec::new();
     for _ in 0..3 {
         traces.push(asked(&cluster, USUAL).await?.0);
@@ -201,6 +201,8 @@ async fn metrics_are_those_of_the_scrape() -> anyhow::Result<()> {
         assert!(scrape.resource.contains_key("service.instance.id") && scrape.resource.contains_key("service.version"));
         same_families(scrape, &reqwest::get(format!("{url}/metrics")).await?.text().await?)?;
     }
+    let named = router.resource.get("service.instance.id");
+    assert!(matches!(named, Some(Value::StringValue(name)) if name == "east"), "{named:?}");
     let ttft = distribution(&router, "tandem_ttft_seconds").context("no TTFT")?;
     assert_eq!((ttft.count, ttft.bucket_counts.iter().sum::<u64>()), (3, 3));
     assert_eq!(ttft.bucket_counts.len(), ttft.explicit_bounds.len() + 1);
