@@ -24,7 +24,7 @@ use std::ops::Range;
 use self::formats::{Bf16, F16, F32, Format, PAIRS, Q4_1, Q4K, Q5_1, Q5K, Q6K, Q8_0};
 use super::Shared;
 use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
-use super::prefetch::{CacheLevel, prefetch};
+use super::prefetch::{CacheLevel, MEMORY_BOUND_ROWS, SPARSE, prefetch};
 use super::product::{AHEAD, ChunkId, Output, Target, for_each_task};
 use super::simd::{LANES, bf16, bits, rounded_pairs};
 
@@ -32,8 +32,6 @@ use super::simd::{LANES, bf16, bits, rounded_pairs};
 const ROW_CHUNK: usize = 96;
 /// Rows of a tile: 16 sums, two vectors of weights, a broadcast, and what decodes weights fit the registers.
 const TILE_ROWS: usize = 8;
-/// Rows whose products are done before the next integers come from memory.
-const MEMORY_BOUND_ROWS: usize = 4;
 /// Groups of `k` that are expanded at a time: 144 KiB with their scales, which stay in the L2 cache beside `x`.
 const SLICE: usize = 64;
 
@@ -185,8 +183,8 @@ impl<F: Format> Weights for Packed<F> {
     unsafe fn ask_ahead(self, group: usize, rows: usize) {
         // Few rows wait for their weights. More take longer than integers take to come, and then want them close by.
         let waits = rows <= MEMORY_BOUND_ROWS || matches!(F::KIND, WeightFormat::Bf16);
-        let to = if waits { CacheLevel::Second } else { CacheLevel::First };
-        F::KIND.ask_for(to, self.0, group + AHEAD);
+        let (every, to) = if waits { (SPARSE, CacheLevel::Second) } else { (1, CacheLevel::First) };
+        F::KIND.ask_for(every, to, self.0, group + AHEAD);
     }
     #[inline(always)]
     unsafe fn two_pairs(self, group: usize, half: usize, pair: usize) -> [__m512i; 2] {

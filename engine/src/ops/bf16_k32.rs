@@ -179,12 +179,13 @@ impl Format for Q8_0 {
     }
     #[inline(always)]
     unsafe fn four_pairs(block: Block, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4] {
-        // SAFETY: a block is two halves of 16 pairs of 32 bytes, of which four are read from `4 * four`, at most 12.
+        // SAFETY: a block is rows of 64 bytes, of two pairs and 16 columns each: the left half's, then the right one's.
+        // Read are two of one half, and of these `four` is below 4.
         unsafe {
-            let at = block.numbers.add((half * PAIRS + 4 * four) * 32);
+            let at = block.numbers.add((4 * four + half) * 64);
             let mut pairs = [_mm512_setzero_ph(); 4];
             for (i, pair) in pairs.iter_mut().enumerate() {
-                *pair = _mm512_mul_ph(of_bytes(at.add(i * 32)), scales[0]);
+                *pair = _mm512_mul_ph(of_bytes(at.add(i / 2 * 2 * 64 + i % 2 * 32)), scales[0]);
             }
             pairs
         }
@@ -361,9 +362,9 @@ pub(super) fn to_tiles(format: WeightFormat) -> Option<ToTiles> {
 unsafe fn block_to_tiles<F: Format>(block: Block, tiles: *mut u32) {
     // SAFETY: two halves of four times four pairs are the rows of two tiles.
     unsafe {
-        for half in 0..2 {
-            let scales = F::scales(block, half);
-            for four in 0..4 {
+        let scales = [F::scales(block, 0), F::scales(block, 1)];
+        for four in 0..4 {
+            for (half, scales) in scales.into_iter().enumerate() {
                 let pairs = F::four_pairs(block, half, four, scales);
                 for (i, pair) in pairs.into_iter().enumerate() {
                     let row = tiles.add((half * PAIRS + 4 * four + i) * PAIRS);

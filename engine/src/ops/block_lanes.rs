@@ -5,7 +5,7 @@
 use std::arch::x86_64::*;
 
 use super::simd::LANES;
-use super::weight_format::{Block, NIBBLES_BYTES, WeightFormat};
+use super::weight_format::{Block, WeightFormat};
 
 /// Scale and offset of the columns, one and zero where weights are no quantized ones; of Q6_K the scales of the first
 /// and of the last 16 `k`.
@@ -74,19 +74,19 @@ pub(super) unsafe fn bytes(pairs: __m256i) -> [__m512; 2] {
 /// features enabled.
 #[inline(always)]
 pub(super) unsafe fn integers(format: WeightFormat, block: Block, half: usize, four: usize) -> [__m512i; 2] {
-    // SAFETY: behind the factors stand two halves of 4 vectors of nibbles; then, of five bits, a vector for each half,
-    // of six bits two.
+    // SAFETY: behind the factors stand rows of 16 lanes: for each half four with nibbles, of five bits one with the
+    // fifth, of six bits two with the upper ones.
     unsafe {
         let integers = block.numbers.add(format.factors_bytes());
-        let nibbles = _mm512_loadu_si512(integers.add((half * 4 + four) * 64).cast());
-        let upper = integers.add(NIBBLES_BYTES);
+        let nibbles = _mm512_loadu_si512(integers.add(format.nibbles_at(half, four)).cast());
+        let upper = integers.add(format.upper_at(half, four)).cast();
         match format {
             WeightFormat::Q5_1 | WeightFormat::Q5K => {
-                let fifth = _mm512_loadu_si512(upper.add(half * 64).cast());
+                let fifth = _mm512_loadu_si512(upper);
                 [below(nibbles, fifth, 28 + 2 * four), below(_mm512_srli_epi32::<4>(nibbles), fifth, 29 + 2 * four)]
             }
             WeightFormat::Q6K => {
-                let (upper, at) = (_mm512_loadu_si512(upper.add((half * 2 + four / 2) * 64).cast()), 28 + four % 2 * 4);
+                let (upper, at) = (_mm512_loadu_si512(upper), 28 + four % 2 * 4);
                 [below(nibbles, upper, at), below(_mm512_srli_epi32::<4>(nibbles), upper, at + 2)]
             }
             _ => [nibbles, _mm512_srli_epi32::<4>(nibbles)],

@@ -7,7 +7,7 @@ use super::dequantize::{
     dequantize, five_bits, nibbles, q4_k_integers, q5_k_integers, q6_k_integers, q6_k_scales, scale_and_minimum,
 };
 use super::simd::LANES;
-use super::weight_format::{BLOCK, NIBBLES_BYTES, PANEL, Row, WeightFormat};
+use super::weight_format::{BLOCK, PANEL, Row, WeightFormat};
 
 /// Puts a row into its column of a panel, `values` being memory for the row. False for what the format cannot hold.
 pub(super) fn put_row(format: WeightFormat, panel: &mut [u8], column: usize, row: Row<'_>, values: &mut [f32]) -> bool {
@@ -40,7 +40,7 @@ pub(super) fn put_row(format: WeightFormat, panel: &mut [u8], column: usize, row
 /// Puts a row into its column of a panel of bf16.
 pub(super) fn put_bf16(panel: &mut [u8], column: usize, values: &[f32]) {
     for (k, &value) in values.iter().enumerate() {
-        let at = k / BLOCK * WeightFormat::Bf16.block_bytes() + pair_at(column, k % BLOCK) * 2;
+        let at = k / BLOCK * WeightFormat::Bf16.block_bytes() + bf16_at(column, k % BLOCK);
         panel[at..at + 2].copy_from_slice(&half::bf16::from_f32(value).to_ne_bytes());
     }
 }
@@ -59,11 +59,11 @@ pub(super) fn read_column(format: WeightFormat, panel: &[u8], block: usize, colu
         },
         WeightFormat::F16 => &|k| f16_at(block, (k * PANEL + column) * 2),
         WeightFormat::Bf16 => &|k| {
-            let at = pair_at(column, k) * 2;
+            let at = bf16_at(column, k);
             half::bf16::from_ne_bytes([block[at], block[at + 1]]).to_f32()
         },
         WeightFormat::Q4_1 | WeightFormat::Q5_1 => &|k| q(k) * scale() + offset(),
-        WeightFormat::Q8_0 => &|k| f32::from(block[pair_at(column, k)] as i8) * scale(),
+        WeightFormat::Q8_0 => &|k| f32::from(block[byte_at(column, k)] as i8) * scale(),
         WeightFormat::Q4K | WeightFormat::Q5K => &|k| scale() * factor(0) * q(k) + offset() * factor(1),
         WeightFormat::Q6K => &|k| scale() * factor(k / 16) * (q(k) - 32.0),
     };
@@ -118,9 +118,8 @@ impl Column<'_> {
     /// Pair by pair, as they lie in the file.
     fn put_bf16_bytes(&mut self, row: &[u8]) {
         let (pairs, last) = row.as_chunks::<4>();
-        let at = |pair: usize| {
-            pair * 2 / BLOCK * WeightFormat::Bf16.block_bytes() + pair_at(self.column, pair * 2 % BLOCK) * 2
-        };
+        let at =
+            |pair: usize| pair * 2 / BLOCK * WeightFormat::Bf16.block_bytes() + bf16_at(self.column, pair * 2 % BLOCK);
         for (index, pair) in pairs.iter().enumerate() {
             self.panel[at(index)..][..4].copy_from_slice(pair);
         }
@@ -171,7 +170,7 @@ impl Column<'_> {
             let block = self.with_scales(index, &[f16::from_le_bytes([group[0], group[1]])]);
             for (k, &q) in group[2..].iter().enumerate() {
                 in_range &= q != 0x80;
-                block[pair_at(column, k)] = q;
+                block[byte_at(column, k)] = q;
             }
         }
         in_range
@@ -220,10 +219,10 @@ impl Column<'_> {
         let integers = &mut block[format.factors_bytes()..];
         let mut put = |(byte, shift): (usize, u32), bits: u8| integers[byte] |= bits << shift;
         for (k, q) in qs.into_iter().enumerate() {
-            put(nibble_at(column, k), q & 15);
+            put(nibble_at(format, column, k), q & 15);
             match format {
-                WeightFormat::Q5_1 | WeightFormat::Q5K => put(fifth_at(column, k), q >> 4),
-                WeightFormat::Q6K => put(upper_at(column, k), q >> 4),
+                WeightFormat::Q5_1 | WeightFormat::Q5K => put(fifth_at(format, column, k), q >> 4),
+                WeightFormat::Q6K => put(upper_at(format, column, k), q >> 4),
                 _ => {}
             }
         }
@@ -256,38 +255,42 @@ fn integer(format: WeightFormat, block: &[u8], column: usize, k: usize) -> u8 {
     let integers = &block[format.factors_bytes()..];
     let bits = |(byte, shift): (usize, u32)| integers[byte] >> shift;
     let upper = match format {
-        WeightFormat::Q5_1 | WeightFormat::Q5K => bits(fifth_at(column, k)) & 1,
-        WeightFormat::Q6K => bits(upper_at(column, k)) & 3,
+        WeightFormat::Q5_1 | WeightFormat::Q5K => bits(fifth_at(format, column, k)) & 1,
+        WeightFormat::Q6K => bits(upper_at(format, column, k)) & 3,
         _ => 0,
     };
-    bits(nibble_at(column, k)) & 15 | upper << 4
+    bits(nibble_at(format, column, k)) & 15 | upper << 4
 }
 
-/// Index of a weight among the 1,024 of its block, in a format of pairs.
-fn pair_at(column: usize, k: usize) -> usize {
-    ((column / LANES * BLOCK / 2 + k / 2) * LANES + column % LANES) * 2 + k % 2
+/// Byte of a weight in its block of bf16.
+fn bf16_at(column: usize, k: usize) -> usize {
+    (k / 2 * PANEL + column) * 4 + k % 2 * 2
+}
+
+/// Likewise of Q8_0.
+fn byte_at(column: usize, k: usize) -> usize {
+    let (four, half) = (k / 4, column / LANES);
+    (((four * 2 + half) * 2 + k / 2 % 2) * LANES + column % LANES) * 2 + k % 2
 }
 
 /// Byte and shift of a nibble behind the block's factors.
-fn nibble_at(column: usize, k: usize) -> (usize, u32) {
-    in_lane(column / LANES * 4 + k / 8, column, nibble_shift(k))
+fn nibble_at(format: WeightFormat, column: usize, k: usize) -> (usize, u32) {
+    in_lane(format.nibbles_at(column / LANES, k / 8), column, nibble_shift(k))
 }
 
 /// Likewise of the fifth bit above it.
-fn fifth_at(column: usize, k: usize) -> (usize, u32) {
-    let (byte, shift) = in_lane(column / LANES, column, fifth_shift(k));
-    (NIBBLES_BYTES + byte, shift)
+fn fifth_at(format: WeightFormat, column: usize, k: usize) -> (usize, u32) {
+    in_lane(format.upper_at(column / LANES, k / 8), column, fifth_shift(k))
 }
 
 /// Likewise of the two bits above it.
-fn upper_at(column: usize, k: usize) -> (usize, u32) {
-    let (byte, shift) = in_lane(column / LANES * 2 + k / 16, column, upper_shift(k));
-    (NIBBLES_BYTES + byte, shift)
+fn upper_at(format: WeightFormat, column: usize, k: usize) -> (usize, u32) {
+    in_lane(format.upper_at(column / LANES, k / 8), column, upper_shift(k))
 }
 
-/// Byte and shift in a row of 16 lanes of 32 bits.
+/// Byte and shift in a row of 16 lanes of 32 bits that begins at `row`.
 fn in_lane(row: usize, column: usize, shift: u32) -> (usize, u32) {
-    ((row * LANES + column % LANES) * 4 + shift as usize / 8, shift % 8)
+    (row + column % LANES * 4 + shift as usize / 8, shift % 8)
 }
 
 /// Of the nibble of a block's `k` in its lane, the column's next four pairs of `k`.

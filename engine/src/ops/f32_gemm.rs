@@ -9,10 +9,10 @@ use std::cell::RefCell;
 use super::Shared;
 use super::blocks::{fifth_shift, nibble_shift, upper_shift};
 use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
-use super::prefetch::CacheLevel;
+use super::prefetch::{CacheLevel, MEMORY_BOUND_ROWS, SPARSE};
 use super::product::{AHEAD, Output, Target, for_each_task};
 use super::simd::{Isa, LANES, Lanes, isa_dispatch};
-use super::weight_format::{Block, NIBBLES_BYTES};
+use super::weight_format::Block;
 
 /// Rows that a task works on at a time, so that they stay in the core's L2 cache.
 const ROW_CHUNK: usize = 96;
@@ -151,10 +151,10 @@ impl Format for Bf16 {
 
     #[inline(always)]
     unsafe fn weights<L: Lanes>(block: Block, _scales: [[L; 2]; 2], k: usize) -> [L; 2] {
-        // SAFETY: each half of the block is 16 pairs of 16 columns.
+        // SAFETY: the block is 16 rows of 32 pairs.
         unsafe {
             let half = |h: usize| {
-                let pair = L::load_bf16_pairs(block.numbers.cast::<u16>().add((h * BLOCK / 2 + k / 2) * PANEL));
+                let pair = L::load_bf16_pairs(block.numbers.cast::<u16>().add((k / 2 * 2 + h) * PANEL));
                 if k.is_multiple_of(2) { pair.0 } else { pair.1 }
             };
             [half(0), half(1)]
@@ -176,8 +176,8 @@ impl Format for Q4_1 {
 
     #[inline(always)]
     unsafe fn weights<L: Lanes>(block: Block, scales: [[L; 2]; 2], k: usize) -> [L; 2] {
-        // SAFETY: as the caller says: the integers stand behind the block's factors.
-        unsafe { scaled(nibbles(block.numbers.add(Self::KIND.factors_bytes()), k), scales) }
+        // SAFETY: as the caller says.
+        unsafe { scaled(nibbles(Self::KIND, block, k), scales) }
     }
 }
 
@@ -195,8 +195,8 @@ impl Format for Q5_1 {
 
     #[inline(always)]
     unsafe fn weights<L: Lanes>(block: Block, scales: [[L; 2]; 2], k: usize) -> [L; 2] {
-        // SAFETY: as the caller says: the integers stand behind the block's factors.
-        unsafe { scaled(five_bits(block.numbers.add(Self::KIND.factors_bytes()), k), scales) }
+        // SAFETY: as the caller says.
+        unsafe { scaled(with_upper(Self::KIND, block, k, fifth_shift(k), 1), scales) }
     }
 }
 
@@ -213,8 +213,8 @@ impl Format for Q4K {
 
     #[inline(always)]
     unsafe fn weights<L: Lanes>(block: Block, scales: [[L; 2]; 2], k: usize) -> [L; 2] {
-        // SAFETY: as the caller says: the integers stand behind the block's factors.
-        unsafe { scaled(nibbles(block.numbers.add(Self::KIND.factors_bytes()), k), scales) }
+        // SAFETY: as the caller says.
+        unsafe { scaled(nibbles(Self::KIND, block, k), scales) }
     }
 }
 
@@ -231,8 +231,8 @@ impl Format for Q5K {
 
     #[inline(always)]
     unsafe fn weights<L: Lanes>(block: Block, scales: [[L; 2]; 2], k: usize) -> [L; 2] {
-        // SAFETY: as the caller says: the integers stand behind the block's factors.
-        unsafe { scaled(five_bits(block.numbers.add(Self::KIND.factors_bytes()), k), scales) }
+        // SAFETY: as the caller says.
+        unsafe { scaled(with_upper(Self::KIND, block, k, fifth_shift(k), 1), scales) }
     }
 }
 
@@ -253,16 +253,11 @@ impl Format for Q6K {
 
     #[inline(always)]
     unsafe fn weights<L: Lanes>(block: Block, scales: [[L; 2]; 2], k: usize) -> [L; 2] {
-        // SAFETY: behind the factors stand the nibbles, then 2 × 16 lanes of 16 times two bits for each half.
+        // SAFETY: as the caller says.
         unsafe {
-            let nibbles = block.numbers.add(Self::KIND.factors_bytes()).add(k / 8 * LANES * 4);
-            let upper = block.numbers.add(Self::KIND.factors_bytes() + NIBBLES_BYTES).add(k / 16 * LANES * 4);
-            let (shift, at) = (nibble_shift(k), upper_shift(k));
-            let low = L::load_more_bits(nibbles.cast(), shift, upper.cast(), at, 3);
-            let (nibbles, upper) = (nibbles.add(NIBBLES_BYTES / 2), upper.add(2 * LANES * 4));
-            let high = L::load_more_bits(nibbles.cast(), shift, upper.cast(), at, 3);
+            let [left, right]: [L; 2] = with_upper(Self::KIND, block, k, upper_shift(k), 3);
             let (scale, centre) = (if k < BLOCK / 2 { scales[0] } else { scales[1] }, L::splat(32.0));
-            [low.sub(centre).mul(scale[0]), high.sub(centre).mul(scale[1])]
+            [left.sub(centre).mul(scale[0]), right.sub(centre).mul(scale[1])]
         }
     }
 }
@@ -281,10 +276,11 @@ impl Format for Q8_0 {
 
     #[inline(always)]
     unsafe fn weights<L: Lanes>(block: Block, [scale, _]: [[L; 2]; 2], k: usize) -> [L; 2] {
-        // SAFETY: 16 pairs of 16 columns for each half of the panel.
+        // SAFETY: for each half of the panel 16 rows of 16 pairs.
         unsafe {
             let half = |h: usize| {
-                let pair = L::load_i8_pairs(block.numbers.add((h * BLOCK / 2 + k / 2) * PANEL).cast());
+                let row = (k / 4 * 2 + h) * 2 + k / 2 % 2;
+                let pair = L::load_i8_pairs(block.numbers.add(row * LANES * 2).cast());
                 if k.is_multiple_of(2) { pair.0 } else { pair.1 }
             };
             [half(0).mul(scale[0]), half(1).mul(scale[1])]
@@ -328,26 +324,31 @@ unsafe fn factors<L: Lanes>(first: *const u8) -> [(L, L); 2] {
     unsafe { [L::load_i8_pairs(first.cast()), L::load_i8_pairs(first.add(LANES * 2).cast())] }
 }
 
+/// Of a format without other bits.
 #[inline(always)]
-unsafe fn nibbles<L: Lanes>(integers: *const u8, k: usize) -> [L; 2] {
-    // SAFETY: 4 × 16 lanes of 8 weights for each half of the panel.
+unsafe fn nibbles<L: Lanes>(format: WeightFormat, block: Block, k: usize) -> [L; 2] {
+    // SAFETY: behind the factors stand, for each half of the panel, 4 × 16 lanes of 8 weights.
     unsafe {
-        let (low, shift) = (integers.add(k / 8 * LANES * 4), nibble_shift(k));
-        let high = low.add(NIBBLES_BYTES / 2);
-        [L::load_nibbles(low.cast(), shift), L::load_nibbles(high.cast(), shift)]
+        let integers = block.numbers.add(format.factors_bytes());
+        let (left, right) = (format.nibbles_at(0, k / 8), format.nibbles_at(1, k / 8));
+        let shift = nibble_shift(k);
+        [L::load_nibbles(integers.add(left).cast(), shift), L::load_nibbles(integers.add(right).cast(), shift)]
     }
 }
 
+/// Nibbles, and above each the bits of `mask` that are at `at` in its row of upper bits.
 #[inline(always)]
-unsafe fn five_bits<L: Lanes>(integers: *const u8, k: usize) -> [L; 2] {
-    // SAFETY: 4 × 16 lanes of 8 weights for each half of the panel, then 16 lanes of 32 fifth bits for each.
+unsafe fn with_upper<L: Lanes>(format: WeightFormat, block: Block, k: usize, at: u32, mask: u32) -> [L; 2] {
+    // SAFETY: behind the factors stand, for each half of the panel, 4 × 16 lanes of 8 weights, and for 2 or 4 of these
+    // rows 16 lanes of the bits above them.
     unsafe {
-        let (low, shift) = (integers.add(k / 8 * LANES * 4), nibble_shift(k));
-        let (fifth, at) = (integers.add(NIBBLES_BYTES), fifth_shift(k));
-        let (high, high_fifth) = (low.add(NIBBLES_BYTES / 2), fifth.add(LANES * 4));
+        let integers = block.numbers.add(format.factors_bytes());
+        let (left, right) = (format.nibbles_at(0, k / 8), format.nibbles_at(1, k / 8));
+        let (upper_left, upper_right) = (format.upper_at(0, k / 8), format.upper_at(1, k / 8));
+        let shift = nibble_shift(k);
         [
-            L::load_more_bits(low.cast(), shift, fifth.cast(), at, 1),
-            L::load_more_bits(high.cast(), shift, high_fifth.cast(), at, 1),
+            L::load_more_bits(integers.add(left).cast(), shift, integers.add(upper_left).cast(), at, mask),
+            L::load_more_bits(integers.add(right).cast(), shift, integers.add(upper_right).cast(), at, mask),
         ]
     }
 }
@@ -368,7 +369,7 @@ unsafe fn expanded<L: Lanes, F: Format>(panel: *const u8, k: usize, out: *mut f3
     for first in (0..k).step_by(BLOCK) {
         // SAFETY: block by block inside the panel, row by row inside `out`.
         unsafe {
-            F::KIND.ask_for(CacheLevel::Second, panel, first / BLOCK + AHEAD);
+            F::KIND.ask_for(1, CacheLevel::Second, panel, first / BLOCK + AHEAD);
             let block = F::KIND.block(panel, first / BLOCK);
             let scales = F::scales::<L>(block);
             for eight in (0..BLOCK).step_by(8) {
@@ -428,7 +429,8 @@ unsafe fn tile<L: Lanes, F: Format, const M: usize>(
         let mut sums = [[L::splat(0.0); 2]; M];
         for first in (0..k).step_by(BLOCK) {
             if F::IN_MEMORY {
-                F::KIND.ask_for(CacheLevel::Second, panel, first / BLOCK + AHEAD);
+                let every = if M <= MEMORY_BOUND_ROWS { SPARSE } else { 1 };
+                F::KIND.ask_for(every, CacheLevel::Second, panel, first / BLOCK + AHEAD);
             }
             let block = F::KIND.block(panel, first / BLOCK);
             let scales = F::scales::<L>(block);

@@ -11,11 +11,24 @@ pub(super) enum CacheLevel {
     Second,
 }
 
+/// Rows whose products are done before the next integers come from memory.
+pub(super) const MEMORY_BOUND_ROWS: usize = 4;
+/// Where lines are read in order and the core waits for them, one of so many is asked for: the processor brings the
+/// others by itself, and hints at each of them only take places among its misses. Of one row with bf16 weights that made
+/// products 0.7 of the time (same machine). Of more rows with integers it made them longer.
+pub(super) const SPARSE: usize = 4;
+
 /// Asks for `bytes` of memory, which need not exist.
 #[inline(always)]
 pub(super) fn prefetch(to: CacheLevel, from: *const u8, bytes: usize) {
+    prefetch_every(1, to, from, bytes);
+}
+
+/// Asks for one in `every` line of it.
+#[inline(always)]
+pub(super) fn prefetch_every(every: usize, to: CacheLevel, from: *const u8, bytes: usize) {
     #[cfg(target_arch = "x86_64")]
-    for line in (0..bytes).step_by(64) {
+    for line in (0..bytes).step_by(64 * every) {
         use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
         let line = from.wrapping_add(line).cast();
         // SAFETY: hints, which touch nothing.
@@ -27,5 +40,5 @@ pub(super) fn prefetch(to: CacheLevel, from: *const u8, bytes: usize) {
         }
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = (to, from, bytes);
+    let _ = (to, from, bytes, every);
 }

@@ -219,7 +219,7 @@ impl Blocks {
 
     /// Asks memory for the block some groups behind that of `group`.
     fn ask_ahead(self, group: usize) {
-        self.format.ask_for(CacheLevel::First, self.panel, self.first + group + AHEAD);
+        self.format.ask_for(1, CacheLevel::First, self.panel, self.first + group + AHEAD);
     }
 }
 
@@ -335,23 +335,24 @@ impl Step {
             let (stride, to_second) = (self.order.to_next_row * ROW_BYTES, self.order.lines());
             let mut x = self.x;
             for group in 0..self.groups {
-                let weights = match self.weights {
+                let (left, right, between) = match self.weights {
                     Source::Blocks(blocks) => {
                         blocks.ask_ahead(group);
-                        blocks.block(group).numbers.cast()
+                        let rows = blocks.block(group).numbers;
+                        (rows, rows.add(ROW_BYTES), 2 * ROW_BYTES)
                     }
-                    Source::Decoded(tiles) => tiles.add(2 * group),
+                    Source::Decoded(tiles) => two_tiles(tiles.add(2 * group)),
                     Source::Encoded { blocks, to_tiles, room } => {
                         let place = |group: usize| room.add(2 * (group % SLICE));
                         if group + 1 < self.groups {
                             blocks.ask_ahead(group + 1);
                             to_tiles(blocks.block(group + 1), place(group + 1).cast());
                         }
-                        place(group).cast_const()
+                        two_tiles(place(group))
                     }
                 };
-                tiles.load::<6>(weights.cast(), ROW_BYTES);
-                tiles.load::<7>(weights.add(1).cast(), ROW_BYTES);
+                tiles.load::<6>(left, between);
+                tiles.load::<7>(right, between);
                 tiles.load::<4>(x.cast(), stride);
                 tiles.multiply::<0, 4, 6>();
                 tiles.multiply::<1, 4, 7>();
@@ -370,4 +371,9 @@ impl Step {
             }
         }
     }
+}
+
+/// Where one tile and the next begin, and the bytes from a row to the next.
+fn two_tiles(first: *const Tile) -> (*const u8, *const u8, usize) {
+    (first.cast(), first.wrapping_add(1).cast(), ROW_BYTES)
 }

@@ -93,11 +93,11 @@ impl Format for Bf16 {
     const KIND: WeightFormat = WeightFormat::Bf16;
     #[inline(always)]
     unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
-        // SAFETY: a block is two halves of 16 vectors of 64 bytes. Read are those at `pair` and `pair + 1`, at most 15,
-        // of one half.
+        // SAFETY: a block is 16 rows of two vectors of 64 bytes. Read is one of each of the rows `pair` and `pair + 1`,
+        // at most 15.
         unsafe {
-            let first = block.numbers.add((half * PAIRS + pair) * 64);
-            [_mm512_loadu_si512(first.cast()), _mm512_loadu_si512(first.add(64).cast())]
+            let first = block.numbers.add((2 * pair + half) * 64);
+            [_mm512_loadu_si512(first.cast()), _mm512_loadu_si512(first.add(2 * 64).cast())]
         }
     }
 }
@@ -230,12 +230,12 @@ impl Format for Q8_0 {
     const KIND: WeightFormat = WeightFormat::Q8_0;
     #[inline(always)]
     unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
-        // SAFETY: a block is two halves of 16 pairs of 32 bytes. Read are 64 bytes, of the pairs `pair` and `pair + 1`,
-        // at most 15, of one half. Each of the four tables has 64 bytes, and a permutation takes its indices modulo the
+        // SAFETY: a block is rows of 64 bytes, of two pairs and 16 columns each: the left half's, then the right one's.
+        // Read is one, of `pair` and `pair + 1`, at most 15. Each of the four tables has 64 bytes, and a permutation takes its indices modulo the
         // tables' length.
         unsafe {
             let table = |i: usize| _mm512_loadu_si512(MAGNITUDES[i].as_ptr().cast());
-            let bytes = _mm512_loadu_si512(block.numbers.add((half * PAIRS + pair) * 32).cast());
+            let bytes = _mm512_loadu_si512(block.numbers.add((pair + half) * 64).cast());
             let magnitude = _mm512_abs_epi8(bytes);
             let low = _mm512_permutex2var_epi8(table(0), magnitude, table(1));
             let high = _mm512_permutex2var_epi8(table(2), magnitude, table(3));
