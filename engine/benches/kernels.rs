@@ -31,6 +31,16 @@ const KV_HEADS: usize = 3;
 const HEAD_DIM: usize = 64;
 /// Layers, so that weights and KV are in no cache when their turn comes again.
 const LAYERS: usize = 30;
+/// The gate and up projections of a layer, and of how many.
+struct Projections {
+    hidden: usize,
+    columns: usize,
+    layers: usize,
+}
+
+const SMALL: Projections = Projections { hidden: HIDDEN, columns: 2 * FEED_FORWARD, layers: LAYERS };
+/// Of a 1B model; 200 MB and more, where the ones above nearly fit a large cache.
+const LARGE: Projections = Projections { hidden: 2048, columns: 16_384, layers: 12 };
 const VOCABULARY: usize = 49_152;
 const BLOCK: usize = 16;
 const SAMPLES: usize = 15;
@@ -47,7 +57,10 @@ fn main() -> Result<(), String> {
     let quantized = [("q4_1", 5.0), ("q5_1", 6.0), ("q8_0", 8.5), ("q4_k", 4.625), ("q5_k", 5.625), ("q6_k", 6.5625)];
     for (format, bits) in quantized.into_iter().chain([("bf16", 16.0)]).chain(exact) {
         for rows in [1, 8, 32, 512] {
-            bench.matmul(format, bits, rows);
+            bench.matmul(format, bits, rows, &SMALL);
+        }
+        for rows in [1, 8, 32] {
+            bench.matmul(format, bits, rows, &LARGE);
         }
         for rows in [1, 4, 8, 16, 32, 96] {
             bench.matmul_in_cache(format, bits, rows);
@@ -128,18 +141,18 @@ impl Bench {
         self.names.is_empty() || self.names.iter().any(|part| name.contains(part.as_str()))
     }
 
-    /// The gate and up projections of a layer, of K-quants with rows of whole groups.
-    fn matmul(&self, format: &str, bits: f64, rows: usize) {
-        let k = if format.ends_with("_k") { HIDDEN.next_multiple_of(256) } else { HIDDEN };
-        let (columns, name) = (2 * FEED_FORWARD, format!("matmul {format} {rows}x{k}x{}", 2 * FEED_FORWARD));
+    /// Of K-quants with rows of whole groups.
+    fn matmul(&self, format: &str, bits: f64, rows: usize, &Projections { hidden, columns, layers }: &Projections) {
+        let k = if format.ends_with("_k") { hidden.next_multiple_of(256) } else { hidden };
+        let name = format!("matmul {format} {rows}x{k}x{columns}");
         if !self.wants(&name) {
             return;
         }
-        let layers: Vec<_> = (0..LAYERS).map(|_| self.packed(format, columns, k)).collect();
+        let matrices: Vec<_> = (0..layers).map(|_| self.packed(format, columns, k)).collect();
         let (x, mut out) = (wave(rows * k), vec![0.0; rows * columns]);
         let (bytes, operations) = ((columns * k) as f64 * bits / 8.0, (2 * rows * columns * k) as f64);
-        self.report(&name, LAYERS, bytes, operations, |layer| {
-            matmul(self.isa, &x, &layers[layer], &mut out, Output::Store);
+        self.report(&name, layers, bytes, operations, |layer| {
+            matmul(self.isa, &x, &matrices[layer], &mut out, Output::Store);
         });
     }
 

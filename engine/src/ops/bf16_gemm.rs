@@ -181,10 +181,10 @@ impl<F: Format> Weights for Packed<F> {
     const OFFSETS: bool = F::OFFSETS;
     #[inline(always)]
     unsafe fn ask_ahead(self, group: usize, rows: usize) {
-        // Few rows wait for their weights. More take longer than integers take to come, and then want them close by.
+        // Few rows wait for their weights.
         let waits = rows <= MEMORY_BOUND_ROWS || matches!(F::KIND, WeightFormat::Bf16);
-        let (every, to) = if waits { (SPARSE, CacheLevel::Second) } else { (1, CacheLevel::First) };
-        F::KIND.ask_for(every, to, self.0, group + AHEAD);
+        let every = if waits { SPARSE } else { 1 };
+        F::KIND.ask_for(every, CacheLevel::Second, self.0, group + AHEAD);
     }
     #[inline(always)]
     unsafe fn two_pairs(self, group: usize, half: usize, pair: usize) -> [__m512i; 2] {
@@ -277,7 +277,7 @@ impl<const SCALES: usize, const OFFSETS: bool> Weights for Expanded<SCALES, OFFS
     const OFFSETS: bool = OFFSETS;
     #[inline(always)]
     unsafe fn ask_ahead(self, group: usize, _rows: usize) {
-        prefetch(CacheLevel::First, self.next.wrapping_add((group - self.first) * self.bytes), self.bytes);
+        prefetch(CacheLevel::Second, self.next.wrapping_add((group - self.first) * self.bytes), self.bytes);
     }
     #[inline(always)]
     unsafe fn two_pairs(self, group: usize, half: usize, pair: usize) -> [__m512i; 2] {
