@@ -84,6 +84,12 @@ class LlamaServer:
         self.log.close()
 
 
+def median(values):
+    """Of those that there are: within a short interval llama-server may finish no long prompt."""
+    there = [value for value in values if value is not None]
+    return statistics.median(there) if there else None
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tandem", default=str(TARGET_DIR / "release/tandem"))
@@ -116,11 +122,10 @@ def main():
     print("|---|---|" + "---|" * (len(servers) + 1))
     for row in args.rows.split(","):
         for figure, digits, of in FIGURES:
-            medians = {name: statistics.median(of(n) for n in measured[row, name]) for name in servers}
-            cells = " | ".join(f"{value:.{digits}f}" for value in medians.values())
+            medians = {name: median(of(n) for n in measured[row, name]) for name in servers}
+            cells = " | ".join("–" if value is None else f"{value:.{digits}f}" for value in medians.values())
             ours, theirs = next(iter(medians.values())), medians["llama-server"]
-            # Within a short interval llama-server may finish no long prompt.
-            ratio = f"{ours / theirs:.2f}" if theirs else "–"
+            ratio = f"{ours / theirs:.2f}" if ours is not None and theirs else "–"
             print(f"| {row.replace('@', ' × ')} | {figure} | {cells} | {ratio} |")
 
 

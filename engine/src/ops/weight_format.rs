@@ -35,8 +35,8 @@
 //! fifth bits    a row, with a lane of 32 bits for each column. That of a nibble in row r at the bits 8b .. 8b+4 is bit
 //!               8b + 2r, at 8b+4 .. 8b+8 it is bit 8b + 2r + 1
 //!
-//! upper bits    a row, with two bits for each nibble of the two rows behind it, r (0 or 2) and r+1, at twice the place:
-//!               8b and 8b + 2, for row r+1 8b + 4 and 8b + 6
+//! upper bits    a row, with two bits for each nibble of the two rows behind it, r (0 or 2) and r+1, at twice the
+//!               place: 8b and 8b + 2, for row r+1 8b + 4 and 8b + 6
 //! ```
 //!
 //! Pairs, because the instructions of `bf16_gemm.rs` and `tiles.rs` take two `k` at a time: a vector's 32-bit lane
@@ -185,8 +185,8 @@ impl WeightFormat {
         Block { scales: panel.wrapping_add(scales), numbers: panel.wrapping_add(numbers) }
     }
 
-    /// Asks memory for one in `every` line of a block, which may lie behind the panel, and with the first of a super-block
-    /// for its scales.
+    /// Asks memory for one in `every` line of a block, which may lie behind the panel, and with the first of a
+    /// super-block for its scales.
     #[inline(always)]
     pub(super) fn ask_for(self, every: usize, to: CacheLevel, panel: *const u8, block: usize) {
         let Block { scales, numbers } = self.block(panel, block);
