@@ -179,8 +179,8 @@ impl Format for Q8_0 {
     }
     #[inline(always)]
     unsafe fn four_pairs(block: Block, half: usize, four: usize, scales: [__m512h; 2]) -> [__m512h; 4] {
-        // SAFETY: a block is rows of 64 bytes, of two pairs and 16 columns each: the left half's, then the right one's.
-        // Read are two of one half, and of these `four` is below 4.
+        // SAFETY: a block is 16 lines of 64 bytes, of two pairs and 16 columns each: the left half's, then the right
+        // one's. Read are line `4 * four + half` and the second behind it, at most the last one.
         unsafe {
             let at = block.numbers.add((4 * four + half) * 64);
             let mut pairs = [_mm512_setzero_ph(); 4];

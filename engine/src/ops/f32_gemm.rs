@@ -391,6 +391,7 @@ unsafe fn expanded<L: Lanes, F: Format>(panel: *const u8, k: usize, out: *mut f3
 /// [`Lanes`].
 #[inline(always)]
 unsafe fn tiles<L: Lanes, F: Format>(Product { x, rows, k, target }: Product, panel: *const u8) {
+    let every = if rows <= MEMORY_BOUND_ROWS { SPARSE } else { 1 };
     let mut row = 0;
     while row < rows {
         let left = rows - row;
@@ -399,19 +400,19 @@ unsafe fn tiles<L: Lanes, F: Format>(Product { x, rows, k, target }: Product, pa
             let x = x.add(row * k);
             let target = Target { out: target.out.add(row * target.stride), ..target };
             row += match left.min(L::TILE_ROWS) {
-                12.. => tile::<L, F, 12>(x, k, panel, target),
-                8.. => tile::<L, F, 8>(x, k, panel, target),
-                6.. => tile::<L, F, 6>(x, k, panel, target),
-                4.. => tile::<L, F, 4>(x, k, panel, target),
-                3 => tile::<L, F, 3>(x, k, panel, target),
-                2 => tile::<L, F, 2>(x, k, panel, target),
-                _ => tile::<L, F, 1>(x, k, panel, target),
+                12.. => tile::<L, F, 12>(x, k, panel, every, target),
+                8.. => tile::<L, F, 8>(x, k, panel, every, target),
+                6.. => tile::<L, F, 6>(x, k, panel, every, target),
+                4.. => tile::<L, F, 4>(x, k, panel, every, target),
+                3 => tile::<L, F, 3>(x, k, panel, every, target),
+                2 => tile::<L, F, 2>(x, k, panel, every, target),
+                _ => tile::<L, F, 1>(x, k, panel, every, target),
             };
         }
     }
 }
 
-/// `M` rows × 32 columns; returns `M`.
+/// `M` rows × 32 columns, while one line in `every` of the weights is asked for; returns `M`.
 ///
 /// # Safety
 /// As for [`tiles`], of `M` rows.
@@ -420,6 +421,7 @@ unsafe fn tile<L: Lanes, F: Format, const M: usize>(
     x: *const f32,
     k: usize,
     panel: *const u8,
+    every: usize,
     target: Target,
 ) -> usize {
     // SAFETY: `x` has `M` rows of `k`, and `inner` ends where `k` does. The panel is whole blocks, `k` rounded up, and
@@ -429,7 +431,6 @@ unsafe fn tile<L: Lanes, F: Format, const M: usize>(
         let mut sums = [[L::splat(0.0); 2]; M];
         for first in (0..k).step_by(BLOCK) {
             if F::IN_MEMORY {
-                let every = if M <= MEMORY_BOUND_ROWS { SPARSE } else { 1 };
                 F::KIND.ask_for(every, CacheLevel::Second, panel, first / BLOCK + AHEAD);
             }
             let block = F::KIND.block(panel, first / BLOCK);

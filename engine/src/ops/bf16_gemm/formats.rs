@@ -230,9 +230,9 @@ impl Format for Q8_0 {
     const KIND: WeightFormat = WeightFormat::Q8_0;
     #[inline(always)]
     unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
-        // SAFETY: a block is rows of 64 bytes, of two pairs and 16 columns each: the left half's, then the right one's.
-        // Read is one, of `pair` and `pair + 1`, at most 15. Each of the four tables has 64 bytes, and a permutation
-        // takes its indices modulo the tables' length.
+        // SAFETY: a block is lines of 64 bytes, of two pairs and 16 columns each: the left half's, then the right
+        // one's. Read is one, of `pair` and `pair + 1`, at most 15. Each of the four tables has 64 bytes, and a
+        // permutation takes its indices modulo the tables' length.
         unsafe {
             let table = |i: usize| _mm512_loadu_si512(MAGNITUDES[i].as_ptr().cast());
             let bytes = _mm512_loadu_si512(block.numbers.add((pair + half) * 64).cast());
