@@ -24,7 +24,7 @@ use std::ops::Range;
 use self::formats::{Bf16, F16, F32, Format, PAIRS, Q4_1, Q4K, Q5_1, Q5K, Q6K, Q8_0};
 use super::Shared;
 use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
-use super::prefetch::{CacheLevel, MEMORY_BOUND_ROWS, SPARSE, prefetch};
+use super::prefetch::{CacheLevel, SPARSE, every_for, prefetch};
 use super::product::{AHEAD, ChunkId, Output, Target, for_each_task};
 use super::simd::{LANES, bf16, bits, rounded_pairs};
 
@@ -181,9 +181,8 @@ impl<F: Format> Weights for Packed<F> {
     const OFFSETS: bool = F::OFFSETS;
     #[inline(always)]
     unsafe fn ask_ahead(self, group: usize, rows: usize) {
-        // Few rows wait for their weights.
-        let waits = rows <= MEMORY_BOUND_ROWS || matches!(F::KIND, WeightFormat::Bf16);
-        let every = if waits { SPARSE } else { 1 };
+        // Nothing decodes bf16: more rows wait for it, too.
+        let every = if matches!(F::KIND, WeightFormat::Bf16) { SPARSE } else { every_for(rows) };
         F::KIND.ask_for(every, CacheLevel::Second, self.0, group + AHEAD);
     }
     #[inline(always)]

@@ -220,10 +220,8 @@ impl Column<'_> {
         let mut put = |(byte, shift): (usize, u32), bits: u8| integers[byte] |= bits << shift;
         for (k, q) in qs.into_iter().enumerate() {
             put(nibble_at(format, column, k), q & 15);
-            match format {
-                WeightFormat::Q5_1 | WeightFormat::Q5K => put(fifth_at(format, column, k), q >> 4),
-                WeightFormat::Q6K => put(upper_at(format, column, k), q >> 4),
-                _ => {}
+            if matches!(format, WeightFormat::Q5_1 | WeightFormat::Q5K | WeightFormat::Q6K) {
+                put(upper_at(format, column, k), q >> 4);
             }
         }
     }
@@ -255,7 +253,7 @@ fn integer(format: WeightFormat, block: &[u8], column: usize, k: usize) -> u8 {
     let integers = &block[format.factors_bytes()..];
     let bits = |(byte, shift): (usize, u32)| integers[byte] >> shift;
     let upper = match format {
-        WeightFormat::Q5_1 | WeightFormat::Q5K => bits(fifth_at(format, column, k)) & 1,
+        WeightFormat::Q5_1 | WeightFormat::Q5K => bits(upper_at(format, column, k)) & 1,
         WeightFormat::Q6K => bits(upper_at(format, column, k)) & 3,
         _ => 0,
     };
@@ -278,14 +276,10 @@ fn nibble_at(format: WeightFormat, column: usize, k: usize) -> (usize, u32) {
     in_lane(format.nibbles_at(column / LANES, k / 8), column, nibble_shift(k))
 }
 
-/// Likewise of the fifth bit above it.
-fn fifth_at(format: WeightFormat, column: usize, k: usize) -> (usize, u32) {
-    in_lane(format.upper_at(column / LANES, k / 8), column, fifth_shift(k))
-}
-
-/// Likewise of the two bits above it.
+/// Likewise of the bit above it, or of Q6_K the two bits.
 fn upper_at(format: WeightFormat, column: usize, k: usize) -> (usize, u32) {
-    in_lane(format.upper_at(column / LANES, k / 8), column, upper_shift(k))
+    let shift = if format == WeightFormat::Q6K { upper_shift(k) } else { fifth_shift(k) };
+    in_lane(format.upper_at(column / LANES, k / 8), column, shift)
 }
 
 /// Byte and shift in a row of 16 lanes of 32 bits that begins at `row`.

@@ -9,7 +9,7 @@ use std::cell::RefCell;
 use super::Shared;
 use super::blocks::{fifth_shift, nibble_shift, upper_shift};
 use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
-use super::prefetch::{CacheLevel, MEMORY_BOUND_ROWS, SPARSE};
+use super::prefetch::{CacheLevel, every_for};
 use super::product::{AHEAD, Output, Target, for_each_task};
 use super::simd::{Isa, LANES, Lanes, isa_dispatch};
 use super::weight_format::Block;
@@ -391,7 +391,7 @@ unsafe fn expanded<L: Lanes, F: Format>(panel: *const u8, k: usize, out: *mut f3
 /// [`Lanes`].
 #[inline(always)]
 unsafe fn tiles<L: Lanes, F: Format>(Product { x, rows, k, target }: Product, panel: *const u8) {
-    let every = if rows <= MEMORY_BOUND_ROWS { SPARSE } else { 1 };
+    let every = every_for(rows);
     let mut row = 0;
     while row < rows {
         let left = rows - row;

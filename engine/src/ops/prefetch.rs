@@ -12,12 +12,18 @@ pub(super) enum CacheLevel {
 }
 
 /// Rows whose products are done before the next integers come from memory.
-pub(super) const MEMORY_BOUND_ROWS: usize = 4;
+const MEMORY_BOUND_ROWS: usize = 4;
 /// Where lines are read in order and the core waits for them, one of so many is asked for: the processor brings the
 /// others by itself, and hints at each of them only take places among its misses. On one core of the same machine one
 /// row had 1.35 times the GB/s with weights of Q4_1, 1.2 times with Q4_K and bf16, as many with Q8_0 and Q6_K. Eight
 /// rows with integers had 0.8 times: they wait for what they decode, and then want every line.
 pub(super) const SPARSE: usize = 4;
+
+/// Of so many lines of weights one is asked for in a product of `rows` rows.
+#[inline(always)]
+pub(super) fn every_for(rows: usize) -> usize {
+    if rows <= MEMORY_BOUND_ROWS { SPARSE } else { 1 }
+}
 
 /// Asks for `bytes` of memory, which need not exist.
 #[inline(always)]

@@ -2,8 +2,8 @@
 //! registers.
 //!
 //! A tile is 16 rows of 64 bytes. `x` is rounded into tiles of 16 rows × 32 `k`; a block of weights is two tiles of 16
-//! pairs of `k` × 16 columns, in bf16 every other line of it in memory, else decoded into the core's L1 cache; the sums
-//! of 16 rows × 16 columns are a tile of f32.
+//! pairs of `k` × 16 columns: of bf16 every other line of it in memory, else decoded into the core's L1 cache. The
+//! sums of 16 rows × 16 columns are a tile of f32.
 //!
 //! Every output element is one fixed sequence of operations whatever the number of rows: groups of 32 `k` ascending, of
 //! each the sum that `tdpbf16ps` defines, added to the total. Which rows and columns share a step, and where a total is

@@ -45,9 +45,8 @@
 //! each.
 //!
 //! Kernels read a panel from its first line to its last, because the processor foresees no other order. (A tile of bf16
-//! takes the even or the odd lines of a block.) With the left
-//! half of a block before the right one, one row times bf16 weights took 1.3 times as long on two cores of an AMD EPYC
-//! (Zen 4).
+//! takes the even or the odd lines of a block.) With the left half of a block before the right one, one row times bf16
+//! weights took 1.3 times as long on two cores of an AMD EPYC (Zen 4).
 //!
 //! Scales and offsets are f16, one a column. A weight is `scale * q + offset`; of Q4_K and Q5_K scale and offset have
 //! factors below 64 (GGML subtracts minimums: the offset is negated); a weight of Q6_K is
