@@ -1,26 +1,82 @@
 //! Memory for weights: on huge pages where the system has them. Kernels walk through more of it than the
 //! processor has page table entries at hand, and a walk through the page table costs as much as the bytes it finds.
+//!
+//! Matrices lie one behind the other in slabs that begin at a huge page. A mapping of its own would begin and end
+//! between two, and a matrix of less than some megabytes would have small pages only.
 use std::ops::{Deref, DerefMut};
+use std::slice;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use memmap2::MmapMut;
+use memmap2::{MmapOptions, MmapRaw};
 
 const PAGE_BYTES: usize = 4096;
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+/// Of what matrices share. A page takes memory only when it is first written.
+const SLAB_BYTES: usize = 64 << 20;
+/// Larger ones have a slab to themselves, so that little of the shared one is left unused.
+const MOST_SHARED_BYTES: usize = SLAB_BYTES / 4;
+
+/// Where the next matrix begins, as long as there is room.
+static SHARED: Mutex<Option<Slab>> = Mutex::new(None);
 
 /// Zeroed bytes that begin at a page, as packed weights should: a vector or a row of a tile is then one line of cache
 /// and never two. A page takes memory, on the socket of the thread that does so, when it is first written.
 pub(super) struct WeightMemory {
-    map: MmapMut,
+    map: Arc<MmapRaw>,
+    /// Of the map: a multiple of a page.
+    start: usize,
     bytes: usize,
+}
+
+/// A mapping from which matrices are cut. It ends with the last of them.
+struct Slab {
+    map: Arc<MmapRaw>,
+    /// Of the map: up to here it is given away.
+    used: usize,
 }
 
 impl WeightMemory {
     /// # Panics
     /// If the system has no such memory to give.
     pub fn zeroed(bytes: usize) -> Self {
-        let map = MmapMut::map_anon(bytes.max(1));
-        let mut map = map.unwrap_or_else(|error| panic!("no memory of {bytes} bytes for weights: {error}"));
-        prefer_huge_pages(&mut map);
-        Self { map, bytes }
+        let whole = bytes.max(1).next_multiple_of(PAGE_BYTES);
+        if whole > MOST_SHARED_BYTES {
+            return Slab::new(whole).cut(whole, bytes);
+        }
+        let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+        let slab = shared.take().filter(|slab| slab.left() >= whole);
+        shared.insert(slab.unwrap_or_else(|| Slab::new(SLAB_BYTES))).cut(whole, bytes)
+    }
+}
+
+impl Slab {
+    /// Of so many bytes at least, from the first huge page on.
+    fn new(bytes: usize) -> Self {
+        let map = MmapOptions::new().len(bytes + HUGE_PAGE_BYTES).map_anon().map(MmapRaw::from);
+        let map = map.unwrap_or_else(|error| panic!("no memory of {bytes} bytes for weights: {error}"));
+        let before = map.as_ptr().addr().wrapping_neg() % HUGE_PAGE_BYTES;
+        // SAFETY: whole pages inside the map; the advice, a wish, changes no content.
+        unsafe { libc::madvise(map.as_mut_ptr().add(before).cast(), bytes, libc::MADV_HUGEPAGE) };
+        Self { map: Arc::new(map), used: before }
+    }
+
+    fn left(&self) -> usize {
+        self.map.len() - self.used
+    }
+
+    /// The next `whole` bytes, of which `bytes` are used.
+    fn cut(&mut self, whole: usize, bytes: usize) -> WeightMemory {
+        assert!(bytes <= whole && whole <= self.left());
+        let start = self.used;
+        self.used += whole;
+        WeightMemory { map: Arc::clone(&self.map), start, bytes }
+    }
+}
+
+impl WeightMemory {
+    fn first(&self) -> *mut u8 {
+        // SAFETY: `start` is inside the map.
+        unsafe { self.map.as_mut_ptr().add(self.start) }
     }
 }
 
@@ -28,23 +84,24 @@ impl Deref for WeightMemory {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &self.map[..self.bytes]
+        // SAFETY: inside the map, which lives as long; nobody else has these bytes.
+        unsafe { slice::from_raw_parts(self.first(), self.bytes) }
     }
 }
 
 impl DerefMut for WeightMemory {
     fn deref_mut(&mut self) -> &mut [u8] {
-        &mut self.map[..self.bytes]
+        // SAFETY: as above.
+        unsafe { slice::from_raw_parts_mut(self.first(), self.bytes) }
     }
 }
 
-/// A wish, for pages that are not touched yet: small ones serve as well.
-fn prefer_huge_pages<T>(memory: &mut [T]) {
-    let range = memory.as_mut_ptr_range();
-    let (start, end) = (range.start.addr().next_multiple_of(PAGE_BYTES), range.end.addr() / PAGE_BYTES * PAGE_BYTES);
-    if let Some(bytes) = end.checked_sub(start).filter(|bytes| *bytes > 0) {
-        // SAFETY: whole pages inside the memory; the advice changes no content.
-        unsafe { libc::madvise(range.start.with_addr(start).cast(), bytes, libc::MADV_HUGEPAGE) };
+impl Drop for WeightMemory {
+    /// Gives the pages back, though the slab stays as long as a neighbour does.
+    fn drop(&mut self) {
+        let whole = self.bytes.next_multiple_of(PAGE_BYTES);
+        // SAFETY: whole pages that only this had, and that are not cut from the slab again.
+        unsafe { libc::madvise(self.first().cast(), whole, libc::MADV_DONTNEED) };
     }
 }
 
@@ -53,11 +110,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_sizes_are_zero() {
-        for size in [0, 1, 511, 512, 5000, 1 << 17] {
-            let memory = WeightMemory::zeroed(size * 8);
-            assert!(memory.len() == size * 8 && memory.iter().all(|byte| *byte == 0));
-            assert_eq!(memory.as_ptr().addr() % 64, 0);
+    fn all_sizes_are_zero_and_lie_apart() {
+        let sizes = [0, 1, 511, 512, 5000, 1 << 17, 3 << 20, 1 << 21, 1 << 21, 1 << 21];
+        let mut all: Vec<WeightMemory> = sizes.into_iter().map(|size| WeightMemory::zeroed(size * 8)).collect();
+        for (number, memory) in all.iter_mut().enumerate() {
+            assert!(memory.len() == sizes[number] * 8 && memory.iter().all(|byte| *byte == 0));
+            assert_eq!(memory.as_ptr().addr() % PAGE_BYTES, 0);
+            memory.fill(number as u8 + 1);
         }
+        // Every second one ends; the others keep what they hold.
+        let left: Vec<_> = all.into_iter().enumerate().filter(|(number, _)| number % 2 == 0).collect();
+        for (number, memory) in left {
+            assert!(memory.iter().all(|byte| *byte == number as u8 + 1));
+        }
+    }
+
+    #[test]
+    fn slabs_begin_at_a_huge_page_and_end_with_the_last_matrix() {
+        let mut slab = Slab::new(SLAB_BYTES);
+        let map = Arc::downgrade(&slab.map);
+        let [one, two] = [slab.cut(PAGE_BYTES, 10), slab.cut(PAGE_BYTES, 10)];
+        assert_eq!(one.as_ptr().addr() % HUGE_PAGE_BYTES, 0);
+        assert_eq!(two.as_ptr().addr() - one.as_ptr().addr(), PAGE_BYTES);
+        drop((slab, one));
+        assert!(map.upgrade().is_some());
+        drop(two);
+        assert!(map.upgrade().is_none());
     }
 }
