@@ -30,19 +30,31 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Llama:
-    """llama.cpp in a process that stays, in the faster of the two ways its OpenMP threads may wait for one another."""
+    """llama.cpp in a process that stays for a round, in the faster of the two ways its OpenMP threads may wait for one
+    another."""
 
     def __init__(self, driver, model, threads, cores, env):
+        self.command = ["taskset", "-c", cores, driver, model, str(threads)]
+        self.env = dict(env, OMP_PROC_BIND="true", OMP_NUM_THREADS=str(threads))
         self.running = {}
         for wait in ["active", "passive"] if threads > 1 else ["passive"]:
-            env = dict(env, OMP_PROC_BIND="true", OMP_NUM_THREADS=str(threads))
-            if wait == "passive":
-                env["OMP_WAIT_POLICY"] = wait  # "active" is libgomp's default: spin a while, then sleep
-            command = ["taskset", "-c", cores, driver, model, str(threads)]
-            self.running[wait] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-            self.system = json.loads(self.running[wait].stdout.readline())["system"]
+            self.start(wait)
         fair.require_amx(self.system)
         self.keep_faster_wait()
+
+    def start(self, wait):
+        # "active" is libgomp's default: spin a while, then sleep.
+        env = dict(self.env, OMP_WAIT_POLICY=wait) if wait == "passive" else self.env
+        process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        self.system = json.loads(process.stdout.readline())["system"]
+        self.running[wait] = process
+
+    def start_anew(self):
+        """Each process of ours has other memory, and a virtual machine's is not all equally fast: so has each of
+        llama.cpp's."""
+        for wait in list(self.running):
+            end(self.running.pop(wait))
+            self.start(wait)
 
     def keep_faster_wait(self):
         tried = {w: statistics.median(self.measure("decode1x256", (w, "f16", "on", 512)) for _ in range(3)) for w in self.running}
@@ -153,6 +165,7 @@ def compare(options, threads):
         turns = {"ours": lambda: ours.measure(row), "exact": lambda: exact.measure(row), **{kv: lambda s=s: llama.measure(row, s) for kv, s in settings.items()}}
         samples = {name: [] for name in turns}
         for _ in range(options.rounds + options.extra_rounds):
+            llama.start_anew()
             for name, turn in turns.items():
                 samples[name].append(observed(turn, llama))
         results.append(line(row, samples, settings, options, roofline.bound_ms(model, row, gb_per_s, gflop_per_s), threads))

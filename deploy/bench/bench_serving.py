@@ -103,10 +103,11 @@ def main():
     threads = len(os.sched_getaffinity(0))
 
     measured = {}
-    with contextlib.ExitStack() as stack:
-        servers = {name: stack.enter_context(Cluster(args.tandem, OURS[name])) for name in args.ours.split(",")}
-        servers["llama-server"] = stack.enter_context(LlamaServer(args.llama, args.model, threads, args.tandem))
-        for turn in range(args.rounds):
+    for turn in range(args.rounds):
+        # Processes of its own: they keep what memory they got, and a virtual machine's is not all equally fast.
+        with contextlib.ExitStack() as stack:
+            servers = {name: stack.enter_context(Cluster(args.tandem, OURS[name])) for name in args.ours.split(",")}
+            servers["llama-server"] = stack.enter_context(LlamaServer(args.llama, args.model, threads, args.tandem))
             for row in args.rows.split(","):
                 letter, together = row.split("@")
                 for place in range(len(servers)):
@@ -118,11 +119,12 @@ def main():
                         sys.exit(f"{numbers['failed']} requests of row {row} failed at {name}")
                     measured.setdefault((row, name), []).append(numbers)
 
-    print(f"\n| row | figure | {' | '.join(servers)} | {list(servers)[0]} ÷ llama-server |")
-    print("|---|---|" + "---|" * (len(servers) + 1))
+    names = [*args.ours.split(","), "llama-server"]
+    print(f"\n| row | figure | {' | '.join(names)} | {names[0]} ÷ llama-server |")
+    print("|---|---|" + "---|" * (len(names) + 1))
     for row in args.rows.split(","):
         for figure, digits, of in FIGURES:
-            medians = {name: median(of(n) for n in measured[row, name]) for name in servers}
+            medians = {name: median(of(n) for n in measured[row, name]) for name in names}
             cells = " | ".join("–" if value is None else f"{value:.{digits}f}" for value in medians.values())
             ours, theirs = next(iter(medians.values())), medians["llama-server"]
             ratio = f"{ours / theirs:.2f}" if ours is not None and theirs else "–"

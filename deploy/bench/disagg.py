@@ -112,11 +112,12 @@ def main():
     args = parser.parse_args()
 
     measured = {(row, mode): [] for row in args.rows.split(",") for mode in MODES}
-    with contextlib.ExitStack() as stack:
-        common = ["--no-pin"] if args.no_pin else []
-        common += [f"--router-arg=--ttft-objective-ms={args.ttft_ms:g}", f"--router-arg=--tpot-objective-ms={args.tpot_ms:g}"]
-        clusters = {mode: stack.enter_context(Cluster(args.tandem, [*flags, *common])) for mode, flags in MODES.items()}
-        for turn in range(args.rounds):
+    common = ["--no-pin"] if args.no_pin else []
+    common += [f"--router-arg=--ttft-objective-ms={args.ttft_ms:g}", f"--router-arg=--tpot-objective-ms={args.tpot_ms:g}"]
+    for turn in range(args.rounds):
+        # Clusters of its own: processes keep what memory they got, and a virtual machine's is not all equally fast.
+        with contextlib.ExitStack() as stack:
+            clusters = {mode: stack.enter_context(Cluster(args.tandem, [*flags, *common])) for mode, flags in MODES.items()}
             for row in args.rows.split(","):
                 # Another one begins each time.
                 for place in range(len(MODES)):

@@ -11,7 +11,8 @@ use memmap2::{MmapOptions, MmapRaw};
 
 const PAGE_BYTES: usize = 4096;
 const HUGE_PAGE_BYTES: usize = 2 << 20;
-/// Of what matrices share. A page takes memory only when it is first written.
+/// Of what matrices share. A page takes memory only when it is first written; where the system counts memory that is
+/// only asked for (strict overcommit), it counts all of it.
 const SLAB_BYTES: usize = 64 << 20;
 /// Larger ones have a slab to themselves, so that little of the shared one is left unused.
 const MOST_SHARED_BYTES: usize = SLAB_BYTES / 4;
@@ -20,7 +21,8 @@ const MOST_SHARED_BYTES: usize = SLAB_BYTES / 4;
 static SHARED: Mutex<Option<Slab>> = Mutex::new(None);
 
 /// Zeroed bytes that begin at a page, as packed weights should: a vector or a row of a tile is then one line of cache
-/// and never two. A page takes memory, on the socket of the thread that does so, when it is first written.
+/// and never two. A page takes memory, on the socket of the thread that does so, when it is first written. Of a huge
+/// page that several matrices share, this is the first one's.
 pub(super) struct WeightMemory {
     map: Arc<MmapRaw>,
     /// Of the map: a multiple of a page.
@@ -28,18 +30,21 @@ pub(super) struct WeightMemory {
     bytes: usize,
 }
 
-/// A mapping from which matrices are cut. It ends with the last of them.
+/// A mapping from which matrices are cut. It ends with the slab and the last of them.
 struct Slab {
     map: Arc<MmapRaw>,
     /// Of the map: up to here it is given away.
     used: usize,
+    /// Of the map: up to here it may be, and huge pages are asked for.
+    end: usize,
 }
 
 impl WeightMemory {
     /// # Panics
     /// If the system has no such memory to give.
     pub fn zeroed(bytes: usize) -> Self {
-        let whole = bytes.max(1).next_multiple_of(PAGE_BYTES);
+        let whole = bytes.max(1).checked_next_multiple_of(PAGE_BYTES);
+        let whole = whole.unwrap_or_else(|| panic!("no memory of {bytes} bytes for weights"));
         if whole > MOST_SHARED_BYTES {
             return Slab::new(whole).cut(whole, bytes);
         }
@@ -52,16 +57,16 @@ impl WeightMemory {
 impl Slab {
     /// Of so many bytes at least, from the first huge page on.
     fn new(bytes: usize) -> Self {
-        let map = MmapOptions::new().len(bytes + HUGE_PAGE_BYTES).map_anon().map(MmapRaw::from);
+        let map = MmapOptions::new().len(bytes.saturating_add(HUGE_PAGE_BYTES)).map_anon().map(MmapRaw::from);
         let map = map.unwrap_or_else(|error| panic!("no memory of {bytes} bytes for weights: {error}"));
         let before = map.as_ptr().addr().wrapping_neg() % HUGE_PAGE_BYTES;
         // SAFETY: whole pages inside the map; the advice, a wish, changes no content.
         unsafe { libc::madvise(map.as_mut_ptr().add(before).cast(), bytes, libc::MADV_HUGEPAGE) };
-        Self { map: Arc::new(map), used: before }
+        Self { map: Arc::new(map), used: before, end: before + bytes }
     }
 
     fn left(&self) -> usize {
-        self.map.len() - self.used
+        self.end - self.used
     }
 
     /// The next `whole` bytes, of which `bytes` are used.
@@ -97,7 +102,8 @@ impl DerefMut for WeightMemory {
 }
 
 impl Drop for WeightMemory {
-    /// Gives the pages back, though the slab stays as long as a neighbour does.
+    /// Gives the pages back, though the slab stays as long as a neighbour does. Of a huge page that it shares with one
+    /// the system may keep this part.
     fn drop(&mut self) {
         let whole = self.bytes.next_multiple_of(PAGE_BYTES);
         // SAFETY: whole pages that only this had, and that are not cut from the slab again.
@@ -136,5 +142,52 @@ mod tests {
         assert!(map.upgrade().is_some());
         drop(two);
         assert!(map.upgrade().is_none());
+    }
+
+    #[test]
+    fn a_slab_gives_away_so_many_bytes_and_asks_for_huge_pages_of_all() {
+        let mut slab = Slab::new(SLAB_BYTES);
+        let (first, bytes) = (slab.used, slab.left());
+        assert_eq!(bytes, SLAB_BYTES);
+        let all = slab.cut(bytes, bytes);
+        assert_eq!((slab.left(), all.len()), (0, SLAB_BYTES));
+        let Ok(maps) = std::fs::read_to_string("/proc/self/smaps") else { return };
+        let flags_at = |address: usize| {
+            let mut inside = false;
+            maps.lines().find_map(|line| {
+                if let Some((from, to)) = line.split(' ').next().and_then(|range| range.split_once('-'))
+                    && let (Ok(from), Ok(to)) = (usize::from_str_radix(from, 16), usize::from_str_radix(to, 16))
+                {
+                    inside = (from..to).contains(&address);
+                }
+                line.strip_prefix("VmFlags:").filter(|_| inside).map(str::to_owned)
+            })
+        };
+        for at in [first, first + SLAB_BYTES - 1] {
+            let flags = flags_at(slab.map.as_ptr().addr() + at).expect("the map is listed");
+            // A kernel without huge pages takes no such advice.
+            assert!(flags.contains(" hg") || !std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists());
+        }
+    }
+
+    #[test]
+    fn a_full_slab_is_followed_by_another() {
+        let largest = [(); 9].map(|()| WeightMemory::zeroed(MOST_SHARED_BYTES));
+        assert!(largest.iter().all(|memory| memory.len() == MOST_SHARED_BYTES));
+        let mut starts: Vec<_> = largest.iter().map(|memory| memory.as_ptr().addr()).collect();
+        starts.sort_unstable();
+        assert!(starts.windows(2).all(|pair| pair[1] - pair[0] >= MOST_SHARED_BYTES));
+    }
+
+    #[test]
+    fn what_is_dropped_takes_no_memory() {
+        let mut slab = Slab::new(SLAB_BYTES);
+        let at = slab.used;
+        let [mut one, two] = [slab.cut(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES), slab.cut(PAGE_BYTES, PAGE_BYTES)];
+        one.fill(7);
+        drop(one);
+        // SAFETY: inside the map, and no matrix has it any more.
+        let byte = unsafe { slab.map.as_ptr().add(at).read_volatile() };
+        assert_eq!((byte, two.len()), (0, PAGE_BYTES), "its pages went back");
     }
 }
