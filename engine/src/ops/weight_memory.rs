@@ -33,7 +33,7 @@ pub(super) struct WeightMemory {
 /// A mapping from which matrices are cut. It ends with the slab and the last of them.
 struct Slab {
     map: Arc<MmapRaw>,
-    /// Of the map: up to here it is given away.
+    /// Of the map: up to here it is given away. A multiple of a page, as is the end.
     used: usize,
     /// Of the map: up to here it may be, and huge pages are asked for.
     end: usize,
@@ -43,14 +43,17 @@ impl WeightMemory {
     /// # Panics
     /// If the system has no such memory to give.
     pub fn zeroed(bytes: usize) -> Self {
-        let whole = bytes.max(1).checked_next_multiple_of(PAGE_BYTES);
-        let whole = whole.unwrap_or_else(|| panic!("no memory of {bytes} bytes for weights"));
-        if whole > MOST_SHARED_BYTES {
-            return Slab::new(whole).cut(whole, bytes);
+        if bytes > MOST_SHARED_BYTES {
+            return Slab::new(bytes).cut(bytes);
         }
         let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
-        let slab = shared.take().filter(|slab| slab.left() >= whole);
-        shared.insert(slab.unwrap_or_else(|| Slab::new(SLAB_BYTES))).cut(whole, bytes)
+        let slab = shared.take().filter(|slab| slab.left() >= bytes);
+        shared.insert(slab.unwrap_or_else(|| Slab::new(SLAB_BYTES))).cut(bytes)
+    }
+
+    fn first(&self) -> *mut u8 {
+        // SAFETY: `start` is inside the map, or at its end.
+        unsafe { self.map.as_mut_ptr().add(self.start) }
     }
 }
 
@@ -60,28 +63,22 @@ impl Slab {
         let map = MmapOptions::new().len(bytes.saturating_add(HUGE_PAGE_BYTES)).map_anon().map(MmapRaw::from);
         let map = map.unwrap_or_else(|error| panic!("no memory of {bytes} bytes for weights: {error}"));
         let before = map.as_ptr().addr().wrapping_neg() % HUGE_PAGE_BYTES;
+        let whole = bytes.next_multiple_of(PAGE_BYTES);
         // SAFETY: whole pages inside the map; the advice, a wish, changes no content.
-        unsafe { libc::madvise(map.as_mut_ptr().add(before).cast(), bytes, libc::MADV_HUGEPAGE) };
-        Self { map: Arc::new(map), used: before, end: before + bytes }
+        unsafe { libc::madvise(map.as_mut_ptr().add(before).cast(), whole, libc::MADV_HUGEPAGE) };
+        Self { map: Arc::new(map), used: before, end: before + whole }
     }
 
     fn left(&self) -> usize {
         self.end - self.used
     }
 
-    /// The next `whole` bytes, of which `bytes` are used.
-    fn cut(&mut self, whole: usize, bytes: usize) -> WeightMemory {
-        assert!(bytes <= whole && whole <= self.left());
+    /// The next so many bytes, and what is behind them in their last page.
+    fn cut(&mut self, bytes: usize) -> WeightMemory {
+        assert!(bytes <= self.left());
         let start = self.used;
-        self.used += whole;
+        self.used += bytes.next_multiple_of(PAGE_BYTES);
         WeightMemory { map: Arc::clone(&self.map), start, bytes }
-    }
-}
-
-impl WeightMemory {
-    fn first(&self) -> *mut u8 {
-        // SAFETY: `start` is inside the map.
-        unsafe { self.map.as_mut_ptr().add(self.start) }
     }
 }
 
@@ -135,7 +132,7 @@ mod tests {
     fn slabs_begin_at_a_huge_page_and_end_with_the_last_matrix() {
         let mut slab = Slab::new(SLAB_BYTES);
         let map = Arc::downgrade(&slab.map);
-        let [one, two] = [slab.cut(PAGE_BYTES, 10), slab.cut(PAGE_BYTES, 10)];
+        let [one, two] = [slab.cut(10), slab.cut(10)];
         assert_eq!(one.as_ptr().addr() % HUGE_PAGE_BYTES, 0);
         assert_eq!(two.as_ptr().addr() - one.as_ptr().addr(), PAGE_BYTES);
         drop((slab, one));
@@ -149,7 +146,7 @@ mod tests {
         let mut slab = Slab::new(SLAB_BYTES);
         let (first, bytes) = (slab.used, slab.left());
         assert_eq!(bytes, SLAB_BYTES);
-        let all = slab.cut(bytes, bytes);
+        let all = slab.cut(bytes);
         assert_eq!((slab.left(), all.len()), (0, SLAB_BYTES));
         let Ok(maps) = std::fs::read_to_string("/proc/self/smaps") else { return };
         let flags_at = |address: usize| {
@@ -183,7 +180,7 @@ mod tests {
     fn what_is_dropped_takes_no_memory() {
         let mut slab = Slab::new(SLAB_BYTES);
         let at = slab.used;
-        let [mut one, two] = [slab.cut(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES), slab.cut(PAGE_BYTES, PAGE_BYTES)];
+        let [mut one, two] = [slab.cut(HUGE_PAGE_BYTES), slab.cut(PAGE_BYTES)];
         one.fill(7);
         drop(one);
         // SAFETY: inside the map, and no matrix has it any more.
