@@ -11,8 +11,9 @@
 //! and shift have nothing else to do. For further tiles it keeps them in bf16, a slice of the panel at a time; what is
 //! bf16 already is read by each of them.
 //!
-//! `bf16_gemm/formats.rs` decodes the weights.
+//! `bf16_gemm/formats.rs` decodes the weights; `bf16_gemm/one_row.rs` has a way of its own for one row.
 mod formats;
+mod one_row;
 #[cfg(test)]
 mod tests;
 
@@ -21,7 +22,8 @@ use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use self::formats::{Bf16, F16, F32, Format, PAIRS, Q4_1, Q4K, Q5_1, Q5K, Q6K, Q8_0};
+use self::formats::{Bf16, F16, F32, Format, Nibbles, PAIRS, Q4_1, Q4K, Q5_1, Q5K, Q6K, Q8_0};
+use self::one_row::one_row;
 use super::Shared;
 use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
 use super::prefetch::{CacheLevel, SPARSE, every_for, prefetch};
@@ -58,10 +60,10 @@ pub(super) fn matmul(x: &[f32], w: &PackedMatrix, out: &mut [f32], output: Outpu
                         WeightFormat::F32 => panel_of::<F32>(scratch, panel, target),
                         WeightFormat::F16 => panel_of::<F16>(scratch, panel, target),
                         WeightFormat::Bf16 => panel_of::<Bf16>(scratch, panel, target),
-                        WeightFormat::Q4_1 => panel_of::<Q4_1>(scratch, panel, target),
-                        WeightFormat::Q5_1 => panel_of::<Q5_1>(scratch, panel, target),
+                        WeightFormat::Q4_1 => panel_or_one_row::<Q4_1>(scratch, panel, target),
+                        WeightFormat::Q5_1 => panel_or_one_row::<Q5_1>(scratch, panel, target),
                         WeightFormat::Q8_0 => panel_of::<Q8_0>(scratch, panel, target),
-                        WeightFormat::Q4K => panel_of::<Q4K>(scratch, panel, target),
+                        WeightFormat::Q4K => panel_or_one_row::<Q4K>(scratch, panel, target),
                         WeightFormat::Q5K => panel_of::<Q5K>(scratch, panel, target),
                         WeightFormat::Q6K => panel_of::<Q6K>(scratch, panel, target),
                     }
@@ -112,6 +114,21 @@ impl Scratch {
                 }
             }
             first += height;
+        }
+    }
+}
+
+/// [`panel_of`], and a way of its own for one row: of the formats that are faster so.
+///
+/// # Safety
+/// As for [`panel_of`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
+unsafe fn panel_or_one_row<F: Nibbles>(scratch: &mut Scratch, panel: *const u8, target: Target) {
+    // SAFETY: as the caller says; with one row the scratch has 16 pairs and a sum for each group.
+    unsafe {
+        match scratch.rows {
+            1 => one_row::<F>(&scratch.x, &scratch.x_sums, panel, target),
+            _ => panel_of::<F>(scratch, panel, target),
         }
     }
 }

@@ -14,24 +14,44 @@ use super::weight_format::{Block, WeightFormat};
 /// `block` is a whole block of the format; `half` is 0 or 1; the caller has the features of AVX-512 with BF16 enabled.
 #[inline(always)]
 pub(super) unsafe fn scales(format: WeightFormat, block: Block, half: usize) -> [__m512; 2] {
-    let Block { scales, numbers } = block;
-    // SAFETY: a block's scales are runs of 32 f16, two of Q4_1, Q5_1, Q4_K and Q5_K, one of Q8_0 and Q6_K; a block of a
-    // format with factors begins with 32 pairs of bytes. Read are 16 columns' of each.
+    // SAFETY: as the caller says.
+    unsafe { with_factors(format, shared_scales(format, block, half), block, half) }
+}
+
+/// The same before the block's factors: what all blocks of a super-block have in common.
+///
+/// # Safety
+/// As for [`scales`].
+#[inline(always)]
+pub(super) unsafe fn shared_scales(format: WeightFormat, block: Block, half: usize) -> [__m512; 2] {
+    let scales = block.scales;
+    // SAFETY: a block's scales are runs of 32 f16, two of Q4_1, Q5_1, Q4_K and Q5_K, one of Q8_0 and Q6_K. Read are 16
+    // columns' of each.
     unsafe {
         match format {
             WeightFormat::F32 | WeightFormat::F16 | WeightFormat::Bf16 => [_mm512_set1_ps(1.0), _mm512_setzero_ps()],
             WeightFormat::Q8_0 => [halves(scales, half), _mm512_setzero_ps()],
-            WeightFormat::Q4_1 | WeightFormat::Q5_1 => [halves(scales, half), halves(scales, 2 + half)],
-            WeightFormat::Q4K | WeightFormat::Q5K => {
-                let [scale, offset] = bytes(_mm256_loadu_si256(numbers.add(half * 2 * LANES).cast()));
-                [_mm512_mul_ps(halves(scales, half), scale), _mm512_mul_ps(halves(scales, 2 + half), offset)]
+            WeightFormat::Q4_1 | WeightFormat::Q5_1 | WeightFormat::Q4K | WeightFormat::Q5K => {
+                [halves(scales, half), halves(scales, 2 + half)]
             }
-            WeightFormat::Q6K => {
-                let (scale, factors) = (halves(scales, half), numbers.add(half * 2 * LANES));
-                let [first, last] = bytes(_mm256_loadu_si256(factors.cast()));
-                [_mm512_mul_ps(scale, first), _mm512_mul_ps(scale, last)]
-            }
+            WeightFormat::Q6K => [halves(scales, half); 2],
         }
+    }
+}
+
+/// [`scales`] from what [`shared_scales`] says.
+///
+/// # Safety
+/// As for [`scales`].
+#[inline(always)]
+pub(super) unsafe fn with_factors(format: WeightFormat, shared: [__m512; 2], block: Block, half: usize) -> [__m512; 2] {
+    if format.factors_bytes() == 0 {
+        return shared;
+    }
+    // SAFETY: a block of a format with factors begins with 32 pairs of bytes. Read are 16 columns'.
+    unsafe {
+        let [first, second] = bytes(_mm256_loadu_si256(block.numbers.add(half * 2 * LANES).cast()));
+        [_mm512_mul_ps(shared[0], first), _mm512_mul_ps(shared[1], second)]
     }
 }
 
@@ -75,18 +95,28 @@ pub(super) unsafe fn bytes(pairs: __m256i) -> [__m512; 2] {
 #[inline(always)]
 pub(super) unsafe fn integers(format: WeightFormat, block: Block, half: usize, four: usize) -> [__m512i; 2] {
     // SAFETY: behind the factors stand rows of 16 lanes: for each half four with nibbles, of five bits one with the
-    // fifth, of six bits two with the upper ones.
+    // fifth, of six bits two with the upper ones. (Of four bits `upper` is some row of nibbles that nobody reads.)
     unsafe {
         let integers = block.numbers.add(format.factors_bytes());
         let nibbles = _mm512_loadu_si512(integers.add(format.nibbles_at(half, four)).cast());
-        let upper = integers.add(format.upper_at(half, four)).cast();
+        joined(format, nibbles, _mm512_loadu_si512(integers.add(format.upper_at(half, four)).cast()), four)
+    }
+}
+
+/// [`integers`] from a row of nibbles, the `four`th, and that of the bits above them, if the format has any.
+///
+/// # Safety
+/// The caller has the features enabled.
+#[inline(always)]
+pub(super) unsafe fn joined(format: WeightFormat, nibbles: __m512i, upper: __m512i, four: usize) -> [__m512i; 2] {
+    // SAFETY: arithmetic in lanes, which reads no memory.
+    unsafe {
         match format {
             WeightFormat::Q5_1 | WeightFormat::Q5K => {
-                let fifth = _mm512_loadu_si512(upper);
-                [below(nibbles, fifth, 28 + 2 * four), below(_mm512_srli_epi32::<4>(nibbles), fifth, 29 + 2 * four)]
+                [below(nibbles, upper, 28 + 2 * four), below(_mm512_srli_epi32::<4>(nibbles), upper, 29 + 2 * four)]
             }
             WeightFormat::Q6K => {
-                let (upper, at) = (_mm512_loadu_si512(upper), 28 + four % 2 * 4);
+                let at = 28 + four % 2 * 4;
                 [below(nibbles, upper, at), below(_mm512_srli_epi32::<4>(nibbles), upper, at + 2)]
             }
             _ => [nibbles, _mm512_srli_epi32::<4>(nibbles)],

@@ -134,7 +134,7 @@ impl WeightFormat {
     }
 
     /// Blocks of a super-block.
-    const fn blocks_together(self) -> usize {
+    pub(super) const fn blocks_together(self) -> usize {
         if matches!(self, Self::Q4K | Self::Q5K | Self::Q6K) { 8 } else { 1 }
     }
 
