@@ -1,7 +1,7 @@
 # Everything a person types. `make` alone explains.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup build dist demo up test lint docs reference cuda-check cuda-coverage bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-pools bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability test-page test-jaeger compose-up compose-down test-compose test-kube test-garbage test-docs test-strangers fuzz
+.PHONY: help setup build dist demo up test lint docs reference cuda-check cuda-coverage bench bench-transfer bench-handoff bench-router bench-overload bench-large-requests bench-connections bench-pools bench-policies bench-disagg bench-kernels bench-cpu bench-cpu-1b bench-serving fault-matrix soak test-clients test-aiperf test-observability test-page test-jaeger compose-up compose-down test-compose test-kube test-amx test-garbage test-docs test-strangers fuzz
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -145,6 +145,10 @@ test-page: setup build ## The live page in Chromium: nodes, a waterfall, a kille
 # As root. TANDEM_TEST_BUILD=dist: the programs are built in the image, from source, as users build them.
 test-compose: setup build ## The compose file as shipped, in a docker engine of its own
 	cluster-tests/compose/run.sh
+
+# AMX_TESTS="tiles::" runs those whose names have one of these words.
+test-amx: ## The kernels' tests on an emulated processor with AMX, for machines without; Debian only, builds Bochs once
+	engine/tests/amx/run.sh
 
 test-garbage: ## 10,000 garbled tickets and hellos against each KV backend, under AddressSanitizer and valgrind
 	kvtransfer/tests/garbage.sh

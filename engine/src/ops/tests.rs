@@ -79,7 +79,7 @@ pub(super) fn packed(format: u8, seed: u32, columns: usize, groups: usize) -> Pa
 }
 
 /// Types that are kept in about as many bytes as they have.
-const QUANTIZED: [TensorType; 8] = [
+pub(super) const QUANTIZED: [TensorType; 8] = [
     TensorType::Q4_1,
     TensorType::Q8_0,
     TensorType::Q4_0,

@@ -14,7 +14,7 @@ pub(super) const PAIRS: usize = BLOCK / 2;
 ///
 /// # Safety
 /// Of both methods: `block` is a whole block of this format; `half` is 0 or 1; `pair` is even and below 16; the caller
-/// has the features enabled. All loads are unaligned ones.
+/// has the features enabled. All loads here are unaligned ones.
 pub(super) trait Format {
     const KIND: WeightFormat;
     /// Scales of a column: one, or two, of the first and the last 16 `k`.
@@ -155,9 +155,9 @@ pub(super) unsafe fn two_of_four(integers: [__m512i; 2], pair: usize) -> [__m512
 }
 
 macro_rules! of_nibbles {
-    ($format:ty, $kind:expr, scales: $scales:expr, offsets: $offsets:expr, $numbers:expr) => {
+    ($format:ident, scales: $scales:expr, offsets: $offsets:expr, $numbers:expr) => {
         impl Format for $format {
-            const KIND: WeightFormat = $kind;
+            const KIND: WeightFormat = WeightFormat::$format;
             const SCALES: usize = $scales;
             const OFFSETS: bool = $offsets;
             #[inline(always)]
@@ -177,11 +177,11 @@ macro_rules! of_nibbles {
     };
 }
 
-of_nibbles!(Q4_1, WeightFormat::Q4_1, scales: 1, offsets: true, four_bits);
-of_nibbles!(Q4K, WeightFormat::Q4K, scales: 1, offsets: true, four_bits);
-of_nibbles!(Q5_1, WeightFormat::Q5_1, scales: 1, offsets: true, five_bits);
-of_nibbles!(Q5K, WeightFormat::Q5K, scales: 1, offsets: true, five_bits);
-of_nibbles!(Q6K, WeightFormat::Q6K, scales: 2, offsets: false, six_bits);
+of_nibbles!(Q4_1, scales: 1, offsets: true, four_bits);
+of_nibbles!(Q4K, scales: 1, offsets: true, four_bits);
+of_nibbles!(Q5_1, scales: 1, offsets: true, five_bits);
+of_nibbles!(Q5K, scales: 1, offsets: true, five_bits);
+of_nibbles!(Q6K, scales: 2, offsets: false, six_bits);
 
 /// The numbers that integers of four bits stand for.
 ///

@@ -13,10 +13,10 @@
 //!                                       k  0..16   k 16..32
 //! ```
 //!
-//! Lines are read in their order, and wait in registers. Each instruction that reads is a block further in each turn,
-//! which the processor foresees. On one core of an AMD EPYC (Zen 4) weights of Q4_1 came from memory at 27 GB/s, and
-//! those of Q4_K at 24. One block after the other it was 26 and 22.5. Two whole blocks in each turn, 23 and 19. Q5_K
-//! and Q6_K were slower so, and have one block after the other.
+//! Integers are read in their order, and wait in registers. Each instruction that reads is a block further in each
+//! turn, which the processor foresees. On one core of an AMD EPYC (Zen 4) weights of Q4_1 came from memory at 27 GB/s,
+//! and those of Q4_K at 24. One block after the other it was 26 and 22.5. Two whole blocks in each turn, 23 and 19.
+//! Q5_K and Q6_K were slower so, and have one block after the other.
 use std::arch::x86_64::*;
 
 use super::super::block_lanes;
@@ -30,13 +30,15 @@ use super::{step, with_offset, with_sums};
 
 /// # Safety
 /// `panel` is a panel of the format with as many blocks as `x` has groups of 16 pairs, at least one; `x_sums` has the
-/// sum of each; `target` has a row; the machine has the features.
+/// sum of each; the panel begins at a multiple of 64 bytes; `target` has a row; the machine has the features.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
 pub(super) unsafe fn one_row<F: Nibbles>(x: &[u32], x_sums: &[f32], panel: *const u8, target: Target) {
+    const { assert!(matches!(F::KIND, WeightFormat::Q4_1 | WeightFormat::Q5_1 | WeightFormat::Q4K)) };
     // SAFETY: as the caller says: the panel has a block for each group, and `x` its 16 pairs.
     unsafe {
         let mut totals = Totals::zero();
         let (mut x, mut block) = (x.as_ptr(), F::KIND.block(panel, 0));
+        F::KIND.ask_for(SPARSE, CacheLevel::Second, panel, AHEAD);
         let mut lines = Lines::none();
         for row in 0..4 {
             lines.read(F::KIND, block, row);
@@ -134,7 +136,7 @@ impl Totals {
         unsafe { Self { of: [_mm512_setzero_ps(); 2], shared: [[_mm512_setzero_ps(); 2]; 2] } }
     }
 
-    /// Before the block `group` of the panel is multiplied.
+    /// Before the end of the block `group` of the panel, and after that of the one before.
     ///
     /// # Safety
     /// It is a whole block of the format; the caller has the features enabled.

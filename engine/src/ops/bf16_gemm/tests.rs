@@ -9,7 +9,7 @@ use super::super::dequantize::{q4_k_integers, q6_k_integers, q6_k_scales, scale_
 use super::super::matmul::{Output, matmul};
 use super::super::packed::{PackedMatrix, WeightFormat};
 use super::super::simd::{Isa, IsaChoice, bf16, bits, rounded_pairs};
-use super::super::tests::{noise, quantized_rows};
+use super::super::tests::{QUANTIZED, noise, quantized_rows};
 use super::BLOCK;
 
 /// 32 weights of a column.
@@ -87,6 +87,34 @@ fn k_quants_keep_the_bits_of_their_order() {
                 // SAFETY: the instruction set that rounds has them.
                 let want = unsafe { element(&x[row * k..][..k], groups) };
                 assert_eq!(out.to_bits(), want.to_bits(), "{dtype}, {rows} rows: row {row}, column {column}");
+            }
+        }
+    }
+}
+
+/// One row has a way of its own in some formats.
+#[test]
+fn one_row_has_the_bits_of_a_row_among_others() {
+    let Some(isa) = Isa::choose(IsaChoice::Avx512, false).filter(|isa| isa.rounds()) else {
+        return eprintln!("not tested: this machine has no AVX-512 BF16");
+    };
+    for dtype in QUANTIZED {
+        for (columns, groups) in [(1, 1), (33, 2), (64, 9), (40, 70)] {
+            let (raw, k) = quantized_rows(dtype, 5, columns, groups);
+            let w = PackedMatrix::from_raw(WeightFormat::kept(dtype, isa), dtype, &raw, k);
+            for output in [Output::Store, Output::Add] {
+                let product = |x: &[f32]| {
+                    let mut out = vec![0.0; x.len() / k * columns];
+                    out.chunks_exact_mut(columns).for_each(|row| row.copy_from_slice(&noise(4, columns)));
+                    matmul(isa, x, &w, &mut out, output);
+                    out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+                };
+                let x = noise(6, 97 * k);
+                let each: Vec<u32> = x.chunks_exact(k).take(8).flat_map(product).collect();
+                for rows in [2, 8, 97] {
+                    let compared = rows.min(8) * columns;
+                    assert_eq!(product(&x[..rows * k])[..compared], each[..compared], "{dtype}, {k} k, {rows} rows");
+                }
             }
         }
     }
