@@ -22,7 +22,7 @@ use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use self::formats::{Bf16, F16, F32, Format, Nibbles, PAIRS, Q4_1, Q4K, Q5_1, Q5K, Q6K, Q8_0};
+use self::formats::{Bf16, F16, F32, Format, PAIRS, Q4_1, Q4K, Q5_1, Q5K, Q6K, Q8_0};
 use self::one_row::one_row;
 use super::Shared;
 use super::packed::{BLOCK, PANEL, PackedMatrix, WeightFormat};
@@ -123,7 +123,7 @@ impl Scratch {
 /// # Safety
 /// As for [`panel_of`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
-unsafe fn panel_or_one_row<F: Nibbles>(scratch: &mut Scratch, panel: *const u8, target: Target) {
+unsafe fn panel_or_one_row<F: Format>(scratch: &mut Scratch, panel: *const u8, target: Target) {
     // SAFETY: as the caller says; with one row the scratch has 16 pairs and a sum for each group.
     unsafe {
         match scratch.rows {

@@ -120,21 +120,64 @@ const fn integers<const N: usize>(end: usize, centre: i32) -> [u16; N] {
     table
 }
 
-/// A format whose integers lie in rows of nibbles.
-///
-/// # Safety
-/// Of the method: the caller has the features enabled.
-pub(super) trait Nibbles: Format {
-    /// The numbers that the integers stand for, each in the lowest bits of its 16.
-    unsafe fn numbers(integers: [__m512i; 2]) -> [__m512i; 2];
+impl Format for Q4_1 {
+    const KIND: WeightFormat = WeightFormat::Q4_1;
+    const OFFSETS: bool = true;
+    #[inline(always)]
+    unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: as the caller says.
+        unsafe { two_pairs_of(Self::KIND, block, half, pair) }
+    }
 }
 
+impl Format for Q4K {
+    const KIND: WeightFormat = WeightFormat::Q4K;
+    const OFFSETS: bool = true;
+    #[inline(always)]
+    unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: as the caller says.
+        unsafe { two_pairs_of(Self::KIND, block, half, pair) }
+    }
+}
+
+impl Format for Q5_1 {
+    const KIND: WeightFormat = WeightFormat::Q5_1;
+    const OFFSETS: bool = true;
+    #[inline(always)]
+    unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: as the caller says.
+        unsafe { two_pairs_of(Self::KIND, block, half, pair) }
+    }
+}
+
+impl Format for Q5K {
+    const KIND: WeightFormat = WeightFormat::Q5K;
+    const OFFSETS: bool = true;
+    #[inline(always)]
+    unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: as the caller says.
+        unsafe { two_pairs_of(Self::KIND, block, half, pair) }
+    }
+}
+
+impl Format for Q6K {
+    const KIND: WeightFormat = WeightFormat::Q6K;
+    const SCALES: usize = 2;
+    #[inline(always)]
+    unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
+        // SAFETY: as the caller says.
+        unsafe { two_pairs_of(Self::KIND, block, half, pair) }
+    }
+}
+
+/// [`Format::two_pairs`] of a format whose integers lie in rows of nibbles.
+///
 /// # Safety
-/// As for [`Format::two_pairs`].
+/// As there.
 #[inline(always)]
-unsafe fn two_pairs_of<F: Nibbles>(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
+unsafe fn two_pairs_of(format: WeightFormat, block: Block, half: usize, pair: usize) -> [__m512i; 2] {
     // SAFETY: as the caller says; `pair / 4` is at most 3.
-    unsafe { F::numbers(two_of_four(block_lanes::integers(F::KIND, block, half, pair / 4), pair)) }
+    unsafe { numbers(format, two_of_four(block_lanes::integers(format, block, half, pair / 4), pair)) }
 }
 
 /// The integers of the pairs `pair` and `pair + 1`, each in the lowest bits of its 16, of what
@@ -154,53 +197,20 @@ pub(super) unsafe fn two_of_four(integers: [__m512i; 2], pair: usize) -> [__m512
     }
 }
 
-macro_rules! of_nibbles {
-    ($format:ident, scales: $scales:expr, offsets: $offsets:expr, $numbers:expr) => {
-        impl Format for $format {
-            const KIND: WeightFormat = WeightFormat::$format;
-            const SCALES: usize = $scales;
-            const OFFSETS: bool = $offsets;
-            #[inline(always)]
-            unsafe fn two_pairs(block: Block, half: usize, pair: usize) -> [__m512i; 2] {
-                // SAFETY: as the caller says.
-                unsafe { two_pairs_of::<Self>(block, half, pair) }
-            }
-        }
-
-        impl Nibbles for $format {
-            #[inline(always)]
-            unsafe fn numbers(integers: [__m512i; 2]) -> [__m512i; 2] {
-                // SAFETY: as the caller says.
-                unsafe { $numbers(integers) }
-            }
-        }
-    };
-}
-
-of_nibbles!(Q4_1, scales: 1, offsets: true, four_bits);
-of_nibbles!(Q4K, scales: 1, offsets: true, four_bits);
-of_nibbles!(Q5_1, scales: 1, offsets: true, five_bits);
-of_nibbles!(Q5K, scales: 1, offsets: true, five_bits);
-of_nibbles!(Q6K, scales: 2, offsets: false, six_bits);
-
-/// The numbers that integers of four bits stand for.
+/// The numbers that integers of a format of nibbles stand for, each integer in the lowest bits of its 16.
 ///
 /// # Safety
 /// The caller has the features enabled.
 #[inline(always)]
-unsafe fn four_bits(pairs: [__m512i; 2]) -> [__m512i; 2] {
+pub(super) unsafe fn numbers(format: WeightFormat, pairs: [__m512i; 2]) -> [__m512i; 2] {
     // SAFETY: as the caller says.
-    unsafe { looked_up(&FOUR_BITS, pairs) }
-}
-
-/// The same of five bits.
-///
-/// # Safety
-/// The caller has the features enabled.
-#[inline(always)]
-unsafe fn five_bits(pairs: [__m512i; 2]) -> [__m512i; 2] {
-    // SAFETY: as the caller says.
-    unsafe { looked_up(&FIVE_BITS, pairs) }
+    unsafe {
+        match format {
+            WeightFormat::Q6K => six_bits(pairs),
+            WeightFormat::Q5_1 | WeightFormat::Q5K => looked_up(&FIVE_BITS, pairs),
+            _ => looked_up(&FOUR_BITS, pairs),
+        }
+    }
 }
 
 /// The numbers that integers of up to five bits stand for.

@@ -25,14 +25,14 @@ use super::super::prefetch::{CacheLevel, SPARSE};
 use super::super::product::{AHEAD, Target};
 use super::super::simd::bf16;
 use super::super::weight_format::Block;
-use super::formats::{Nibbles, PAIRS, two_of_four};
+use super::formats::{Format, PAIRS, numbers, two_of_four};
 use super::{step, with_offset, with_sums};
 
 /// # Safety
 /// `panel` is a panel of the format with as many blocks as `x` has groups of 16 pairs, at least one; `x_sums` has the
 /// sum of each; the panel begins at a multiple of 64 bytes; `target` has a row; the machine has the features.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")]
-pub(super) unsafe fn one_row<F: Nibbles>(x: &[u32], x_sums: &[f32], panel: *const u8, target: Target) {
+pub(super) unsafe fn one_row<F: Format>(x: &[u32], x_sums: &[f32], panel: *const u8, target: Target) {
     const { assert!(matches!(F::KIND, WeightFormat::Q4_1 | WeightFormat::Q5_1 | WeightFormat::Q4K)) };
     // SAFETY: as the caller says: the panel has a block for each group, and `x` its 16 pairs.
     unsafe {
@@ -141,7 +141,7 @@ impl Totals {
     /// # Safety
     /// It is a whole block of the format; the caller has the features enabled.
     #[inline(always)]
-    unsafe fn begin<F: Nibbles>(&mut self, block: Block, group: usize) {
+    unsafe fn begin<F: Format>(&mut self, block: Block, group: usize) {
         if group.is_multiple_of(F::KIND.blocks_together()) {
             // SAFETY: as the caller says.
             unsafe {
@@ -154,7 +154,7 @@ impl Totals {
     /// # Safety
     /// As for [`Self::begin`].
     #[inline(always)]
-    unsafe fn scales<F: Nibbles>(&self, block: Block) -> [[__m512; 2]; 2] {
+    unsafe fn scales<F: Format>(&self, block: Block) -> [[__m512; 2]; 2] {
         // SAFETY: as the caller says.
         unsafe {
             [
@@ -169,7 +169,7 @@ impl Totals {
     /// # Safety
     /// As for [`Self::begin`].
     #[inline(always)]
-    unsafe fn end<F: Nibbles>(&mut self, block: Block, sums: [[__m512; 2]; 1], x_sum: f32) {
+    unsafe fn end<F: Format>(&mut self, block: Block, sums: [[__m512; 2]; 1], x_sum: f32) {
         // SAFETY: as the caller says.
         unsafe {
             let scales = self.scales::<F>(block);
@@ -184,13 +184,13 @@ impl Totals {
 /// # Safety
 /// `row` is below 4; `x` has the block's 16 pairs; the caller has the features enabled.
 #[inline(always)]
-unsafe fn nibbles<F: Nibbles>(sums: &mut [[__m512; 2]; 1], lines: &Lines, row: usize, x: *const u32) {
+unsafe fn nibbles<F: Format>(sums: &mut [[__m512; 2]; 1], lines: &Lines, row: usize, x: *const u32) {
     // SAFETY: as the caller says.
     unsafe {
         let left = block_lanes::joined(F::KIND, lines.nibbles[row][0], lines.fifth[0], row);
         let right = block_lanes::joined(F::KIND, lines.nibbles[row][1], lines.fifth[1], row);
         for pair in [4 * row, 4 * row + 2] {
-            let (left, right) = (F::numbers(two_of_four(left, pair)), F::numbers(two_of_four(right, pair)));
+            let (left, right) = (numbers(F::KIND, two_of_four(left, pair)), numbers(F::KIND, two_of_four(right, pair)));
             step(sums, [bf16(left[0]), bf16(right[0])], x.add(pair));
             step(sums, [bf16(left[1]), bf16(right[1])], x.add(pair + 1));
         }
